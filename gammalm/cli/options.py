@@ -1,0 +1,47 @@
+"""Command-line options that several subcommands share: `--config SPEC` with `--config.NAME=VALUE` for single values."""
+
+import argparse
+
+from ml_collections import ConfigDict
+
+from gammalm.config import load_config, validate
+from gammalm.errors import ConfigError
+
+PREFIX = "--config."
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` a required `--config SPEC`, and let it take `--config.NAME=VALUE` (`args.overrides`)."""
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="SPEC",
+        help="a config by name or path, with its arguments: lm:size=tiny,gamma=1.0 or path/to/mine.py. "
+        "Single values are changed with --config.NAME=VALUE, for instance --config.optimizer.learning_rate=1e-3",
+    )
+    parser.set_defaults(overrides=[])
+
+
+def split_overrides(argv: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Take `--config.a.b=value` and `--config.a.b value` out of `argv`: (name, text) pairs, and what is left.
+
+    Done before argparse, which takes a value with a blank or a leading minus for something else. Raises ConfigError for a missing value.
+    """
+    overrides, rest = [], []
+    tokens = iter(argv)
+    for token in tokens:
+        if not token.startswith(PREFIX):
+            rest.append(token)
+            continue
+        name, equals, value = token.removeprefix(PREFIX).partition("=")
+        if not equals:
+            value = next(tokens, None)
+            if value is None or value.startswith("--"):
+                raise ConfigError(f"{token} needs a value: {token}=VALUE.")
+        overrides.append((name, value))
+    return overrides, rest
+
+
+def config_from(args: argparse.Namespace) -> ConfigDict:
+    """The locked, validated config that the command line asks for. Raises ConfigError."""
+    return validate(load_config(args.config, args.overrides))

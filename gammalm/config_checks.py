@@ -1,0 +1,144 @@
+"""What must hold of a config's values before anything runs: one table of rules, every breach reported at once.
+
+A rule is a dotted leaf name, what its value must be, and a test. Rules over several leaves follow as plain code.
+Not checked here, because it needs the thing itself: init presets and rules (gammalm.initializers), data mixtures (gammalm.data),
+whether the mesh fits the devices (gammalm.sharding).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from gammalm.errors import ConfigError
+
+Check = tuple[str, Callable[[Any], bool]]  # what the value must be, and the test of it
+
+
+def _is_int(v: Any) -> bool:
+    return isinstance(v, int) and not isinstance(v, bool)
+
+
+def _is_real(v: Any) -> bool:
+    return (_is_int(v) or isinstance(v, float)) and math.isfinite(v)
+
+
+def _whole(low: int) -> Check:
+    return f"a whole number of at least {low}", lambda v: _is_int(v) and v >= low
+
+
+def _one_of(*names: str) -> Check:
+    return f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names
+
+
+_POSITIVE = ("a finite number above 0", lambda v: _is_real(v) and v > 0)
+_NOT_NEGATIVE = ("a finite number of at least 0", lambda v: _is_real(v) and v >= 0)
+_SHARE = ("a number from 0 to 1", lambda v: _is_real(v) and 0 <= v <= 1)
+_BETA = ("a number from 0 to below 1", lambda v: _is_real(v) and 0 <= v < 1)
+_BOOL = ("true or false", lambda v: isinstance(v, bool))
+_TEXT = ("a text that is not empty", lambda v: isinstance(v, str) and v != "")
+_TEXTS = ('a list of texts such as ("norm",)', lambda v: isinstance(v, tuple | list) and all(isinstance(t, str) for t in v))
+_DTYPE = _one_of("bfloat16", "float32")
+_MESH_AXIS = ("a whole number of at least 1, or -1 for what is left of the devices", lambda v: _is_int(v) and (v >= 1 or v == -1))
+
+RULES: dict[str, Check] = {
+    "seed": ("a whole number from 0 to 2**32 - 1", lambda v: _is_int(v) and 0 <= v < 2**32),
+    "model.vocab_size": _whole(1),
+    "model.d_model": _whole(1),
+    "model.n_layers": _whole(1),
+    "model.n_heads": _whole(1),
+    "model.n_kv_heads": _whole(1),
+    "model.head_dim": ("an even whole number of at least 2 (RoPE turns pairs)", lambda v: _is_int(v) and v >= 2 and v % 2 == 0),
+    "model.d_ff": _whole(1),
+    "model.norm_eps": _POSITIVE,
+    "model.gate": _one_of("none", "headwise", "elementwise"),
+    "model.tie_embeddings": _BOOL,
+    "model.rope_theta": _POSITIVE,
+    "model.qk_norm": _BOOL,
+    "model.logit_softcap": _NOT_NEGATIVE,
+    "model.dtype": _DTYPE,
+    "model.residual_dtype": _DTYPE,
+    "model.remat": _one_of("none", "dots", "full"),
+    "model.scan_unroll": _whole(1),
+    "model.loss_chunk": _whole(0),
+    "init.preset": _TEXT,
+    "init.gamma": _NOT_NEGATIVE,
+    "init.group_gammas": (
+        "four finite numbers of at least 0 (embedding and head, qk, vo, ffn)",
+        lambda v: isinstance(v, tuple | list) and len(v) == 4 and all(_is_real(g) and g >= 0 for g in v),
+    ),
+    "init.depth_scale": _BOOL,
+    "init.truncate": _NOT_NEGATIVE,
+    "init.rules": _TEXTS,
+    "data.path": _TEXT,
+    "data.mixture": _TEXT,
+    "data.packing": _one_of("concat", "documents"),
+    "data.seq_len": _whole(1),
+    "batch.sequences": _whole(1),
+    "batch.micro_batches": _whole(1),
+    "optimizer.learning_rate": _NOT_NEGATIVE,
+    "optimizer.b1": _BETA,
+    "optimizer.b2": _BETA,
+    "optimizer.eps": _POSITIVE,
+    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "optimizer.no_decay": _TEXTS,
+    "optimizer.clip": _NOT_NEGATIVE,
+    "optimizer.schedule": _one_of("cosine", "wsd", "constant"),
+    "optimizer.warmup_steps": _whole(0),
+    "optimizer.final_fraction": _SHARE,
+    "optimizer.cooldown_share": _SHARE,
+    "train.steps": _whole(1),
+    "train.log_every": _whole(1),
+    "train.validate_every": _whole(0),
+    "train.validation_batches": _whole(0),
+    "train.checkpoint_every": _whole(1),
+    "train.checkpoints_kept": _whole(1),
+    "mesh.data": _MESH_AXIS,
+    "mesh.fsdp": _MESH_AXIS,
+    "mesh.tensor": _MESH_AXIS,
+}
+
+
+def _read(config: ConfigDict, name: str) -> Any:
+    node = config
+    for part in name.split("."):
+        node = node[part]
+    return node
+
+
+def _across(c: ConfigDict) -> list[str]:
+    """Breaches of the rules over several leaves, each of which is good on its own."""
+    found = []
+    m, b, o, steps = c.model, c.batch, c.optimizer, c.train.steps
+    if m.n_heads % m.n_kv_heads:
+        found.append(f"model.n_heads={m.n_heads} is no multiple of model.n_kv_heads={m.n_kv_heads}; each key head serves as many queries.")
+    if b.sequences % b.micro_batches:
+        found.append(f"batch.sequences={b.sequences} is no multiple of batch.micro_batches={b.micro_batches}; change one of them.")
+    if o.warmup_steps > steps:
+        found.append(f"optimizer.warmup_steps={o.warmup_steps} is longer than the run (train.steps={steps}); change one of them.")
+    elif o.schedule == "wsd" and o.warmup_steps + o.cooldown_share * steps > steps:
+        found.append(
+            f"optimizer.warmup_steps={o.warmup_steps} and the cool-down (optimizer.cooldown_share={o.cooldown_share} of "
+            f"train.steps={steps}) overlap; shorten one of them."
+        )
+    if list(c.mesh.values()).count(-1) > 1:
+        found.append("mesh: only one axis may be -1 (what is left of the devices); give the others a size.")
+    return found
+
+
+def validate(config: ConfigDict) -> ConfigDict:
+    """`config` itself, when every static rule holds. Raises one ConfigError that lists every breach: what, where, what to do."""
+    found = []
+    for name, (must_be, holds) in RULES.items():
+        try:
+            value = _read(config, name)
+        except (KeyError, AttributeError, TypeError):
+            found.append(f"{name} is missing; it must be {must_be}.")
+            continue
+        if not holds(value):
+            found.append(f"{name}={value!r} must be {must_be}.")
+    found = found or _across(config)
+    if found:
+        raise ConfigError("bad config:" + (" " if len(found) == 1 else "\n  ") + "\n  ".join(found))
+    return config

@@ -1,0 +1,341 @@
+"""From text to a prepared folder: read, drop duplicates, split, train the tokenizer, encode in parallel, write shards and manifest.
+
+Everything is built in a temporary folder beside the result, which appears whole or not at all.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import numpy as np
+
+from gammalm.data import open_mix, readers, shards, spool, tokenizer
+from gammalm.data.fetch import fetch
+from gammalm.data.progress import Progress
+from gammalm.errors import DataError
+
+BUCKET_BYTES = 24 * 2**20  # of text that a worker holds at a time
+MAX_BUCKETS = 1024
+IN_PROCESS_BYTES = 8 * 2**20  # smaller corpora are prepared in this process: workers would take longer to start
+SAMPLE_BYTES = 10 * 2**20  # of text the tokenizer is trained on, the same for every group as far as it goes
+SAMPLE_DOCUMENT = 16 * 2**10  # characters of one document in the sample
+WORKER_PROBLEMS = (BrokenProcessPool, MemoryError)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to prepare. `source`: open-mix, stdlib, tfds:NAME, or files as readers.file_tasks takes them. `max_mb`: megabytes of text (10^6
+    bytes; 0: all). `out`: the folder to make; None: data/<name of the source>."""
+
+    source: tuple[str, ...]
+    out: Path | None = None
+    vocab_size: int = 16384
+    max_mb: float = 0.0
+    quiet: bool = False
+
+    @property
+    def folder(self) -> Path:
+        if self.out:
+            return Path(self.out)
+        first = self.source[0].partition("=")[2] or self.source[0]
+        return Path("data") / (first if first in ("open-mix", "stdlib") else Path(first.replace(":", "-")).name.split(".")[0])
+
+    def arguments(self) -> dict:
+        """What the result depends on, as the manifest records it; files with their size and time of change."""
+        stamps = {}
+        if not self._named:
+            stamps = {t.name: [t.path.stat().st_size, t.path.stat().st_mtime_ns] for t in readers.file_tasks(list(self.source))}
+        return {"source": list(self.source), "vocab_size": self.vocab_size, "max_mb": self.max_mb, "files": stamps}
+
+    @property
+    def _named(self) -> bool:
+        return len(self.source) == 1 and (self.source[0] in ("open-mix", "stdlib") or self.source[0].startswith("tfds:"))
+
+    def tasks(self, note) -> tuple[list, list[dict]]:
+        """(what to read, with each its share of the bytes; what had to be left out, with the reason). Fetches the open mix."""
+        limit = int(self.max_mb * 1e6)
+        if not self._named:
+            tasks = readers.file_tasks(list(self.source))
+            if not limit:
+                return tasks, []
+            given = spool_shares(limit, tasks)
+            return [dataclasses.replace(t, quota=max(1, int(given[t]))) for t in tasks], []
+        if self.source[0].startswith("tfds:"):
+            return [readers.TfdsTask(self.source[0].removeprefix("tfds:"), limit)], []
+        wanted = open_mix.SOURCES if self.source[0] == "open-mix" else (open_mix.STANDARD_LIBRARY,)
+        fetched = fetch(list(dict.fromkeys(s.package for s in wanted if s.package)), note=note)
+        had = [s for s in wanted if s.package is None or fetched[s.package].archive]
+        given = open_mix.shares(self.max_mb, had)
+        tasks = [open_mix.SourceTask(s, s.package and fetched[s.package].archive, int(given[s] * 1e6)) for s in had]
+        left_out = [{"name": s.name, "group": s.group, "reason": fetched[s.package].problem} for s in wanted if s not in had]
+        return tasks, left_out
+
+
+def spool_shares(limit: int, tasks: list) -> dict:
+    """Bytes each file may give: evenly over groups, then files; a file's size on disk stands for its text."""
+    groups: dict = {}
+    for task in tasks:
+        groups.setdefault((task.domain, task.lang), []).append(task)
+    level = open_mix.water_level(limit, {g: sum(t.size for t in members) for g, members in groups.items()})
+    return {t: share for g, members in groups.items() for t, share in open_mix.water_level(level[g], {t: t.size for t in members}).items()}
+
+
+def prepare(request: Request, note=lambda line: None) -> dict:
+    """Prepare a corpus and return its manifest, with "already_prepared" true where the same request was already fulfilled.
+
+    `note` receives lines for people: sources and licences, what is left out, what is wrong. Raises DataError: nothing to read, no room,
+    a folder that is not ours in the way, a vocabulary too small.
+    """
+    out = request.folder
+    if request.vocab_size < tokenizer.MIN_VOCAB or request.max_mb < 0:
+        raise DataError(f"--vocab-size must be at least {tokenizer.MIN_VOCAB} (256 bytes and the letters), --max-mb at least 0.")
+    arguments = request.arguments()
+    if (manifest := _already(out, arguments, note)) is not None:
+        return manifest | {"already_prepared": True}
+    try:
+        with _building(out) as work:
+            manifest = _build(request, arguments, work, note)
+            _publish(work, out)
+    except OSError as error:
+        hint = "Free some room" if error.errno in NO_ROOM else "Check its permissions"
+        raise DataError(f"Preparing {out} failed: {error.strerror} ({error.filename or out}). {hint}, or choose another --out.") from error
+    except WORKER_PROBLEMS as error:
+        raise DataError("A worker process ended, most likely for lack of memory. Close other programs, or give --max-mb.") from error
+    return manifest | {"already_prepared": False}
+
+
+def _already(out: Path, arguments: dict, note) -> dict | None:
+    """The manifest where `out` was prepared by the same arguments and is whole; None where it must be prepared (anew).
+
+    Raises DataError where something that is no prepared corpus is in the way.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    if not (out / shards.MANIFEST).is_file():
+        raise DataError(f"{out} exists and is no prepared corpus. Choose another --out.")
+    manifest = shards.read_manifest(out)
+    if manifest["arguments"] != arguments:
+        note(f"{out} was prepared with other arguments or from files that have changed: it is replaced")
+        return None
+    try:
+        shards.check_files(out, manifest)
+    except DataError as error:
+        note(f"{error} This is done now.")
+        return None
+    return manifest
+
+
+@contextlib.contextmanager
+def _building(out: Path):
+    """A temporary folder beside `out`, gone afterwards whatever happens. Those of processes that were killed are removed first."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for stale in out.parent.glob(f".{out.name}.preparing-*"):
+        try:
+            os.kill(int(stale.name.rpartition("-")[2]), 0)
+        except (ProcessLookupError, ValueError):
+            shutil.rmtree(stale, ignore_errors=True)
+        except PermissionError:
+            pass
+    work = out.parent / f".{out.name}.preparing-{os.getpid()}"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _publish(work: Path, out: Path) -> None:
+    """Put work/result in the place of `out`; an older corpus there steps aside first and is removed last."""
+    old = work / "replaced"
+    if out.exists():
+        os.replace(out, old)
+    os.replace(work / "result", out)
+
+
+def _build(request: Request, arguments: dict, work: Path, note) -> dict:
+    """Everything but publication, in folder `work`. Returns the manifest, also written to work/result."""
+    tasks, left_out = request.tasks(note)
+    for entry in left_out:
+        note(f"left out: {entry['name']} ({entry['group']}): {entry['reason']}")
+    spool_folder, result = work / "spool", work / "result"
+    for folder in (spool_folder, work / "parts", result):
+        folder.mkdir()
+    total = sum(task.size for task in tasks)
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    buckets = min(MAX_BUCKETS, max(1 if total <= IN_PROCESS_BYTES else 2 * workers, -(-total // BUCKET_BYTES)))
+    with _pool(0 if total <= IN_PROCESS_BYTES else workers) as run:
+        found = _read(tasks, spool_folder, buckets, run, request.quiet)
+        model = _train_tokenizer(spool_folder, buckets, found, request, workers)
+        (result / shards.TOKENIZER).write_bytes(model)
+        tok = tokenizer.Tokenizer(model)
+        groups, duplicates = _encode(work, result, buckets, found, tok, run, request.quiet)
+    np.save(result / shards.TOKEN_BYTES, tok.token_bytes())
+    for group, splits in groups.items():
+        if not splits["validation"]["documents"]:
+            note(f"{group} has no validation documents: it holds too few documents to give one away")
+    manifest = {
+        "format": shards.FORMAT,
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "arguments": arguments,
+        "tokenizer": shards.describe(result, result / shards.TOKENIZER) | {"vocab_size": tok.vocab_size, "eod_id": tok.eod_id},
+        "token_bytes": shards.describe(result, result / shards.TOKEN_BYTES),
+        "groups": groups,
+        "sources": [_source_entry(task, found[i], duplicates[i]) for i, task in enumerate(tasks)],
+        "left_out": left_out,
+    }
+    shards.write_manifest(result, manifest)
+    return manifest
+
+
+def _source_entry(task, found: spool.Spooled, duplicates: int) -> dict:
+    """What the manifest says of one source."""
+    source = getattr(task, "source", None)
+    return {
+        "name": task.name,
+        "licence": source.licence if source else "the user's own",
+        "package": source.package.name if source and source.package else None,
+        "documents": sum(found.documents.values()),
+        "bytes": sum(found.bytes.values()),
+        "skipped": dict(found.skipped),
+        "duplicates": duplicates,
+    }
+
+
+@contextlib.contextmanager
+def _pool(workers: int):
+    """A function that maps `function` over argument tuples in processes (0: in this one) and yields (position, result) as they finish."""
+    if not workers:
+        yield lambda function, arguments: ((i, function(*a)) for i, a in enumerate(arguments))
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would copy the threads of a JAX that may be running here
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context, initializer=_worker_start) as pool:
+
+        def run(function, arguments):
+            futures = {pool.submit(function, *a): i for i, a in enumerate(arguments)}
+            try:
+                for future in concurrent.futures.as_completed(futures):
+                    yield futures[future], future.result()
+            finally:
+                for future in futures:
+                    future.cancel()
+
+        yield run
+
+
+def _worker_start():
+    """Ctrl-C ends the parent, which ends the workers; a parent that was killed cannot, so they look for it themselves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _read(tasks, folder: Path, buckets: int, run, quiet: bool) -> list[spool.Spooled]:
+    """Spool all tasks, the largest first. Raises DataError where nothing usable was found."""
+    order = sorted(range(len(tasks)), key=lambda i: -tasks[i].size)
+    progress = Progress("reading", sum(t.size for t in tasks) / 1e6, "MB", quiet=quiet)
+    found: list = [None] * len(tasks)
+    for position, result in run(spool.spool, [(tasks[i], i, folder, buckets) for i in order]):
+        task = tasks[order[position]]
+        found[order[position]] = result
+        progress.advance(task.size / 1e6, task.name)
+    whole = spool.merge(found)
+    progress.close(f"{sum(whole.documents.values()):,} documents, {sum(whole.bytes.values()) / 1e6:.1f} MB of text")
+    if not whole.documents:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in whole.skipped.items()) or "there are none"
+        raise DataError(f"No usable document in {', '.join(t.name for t in tasks)}: {reasons}. Text is expected under the key \"text\".")
+    return found
+
+
+def _train_tokenizer(folder: Path, buckets: int, found, request: Request, workers: int) -> bytes:
+    """Train on a sample that gives every group the same room; buckets are already in random order."""
+    whole = spool.merge(found)
+    room = open_mix.water_level(SAMPLE_BYTES, dict(whole.bytes))
+    sample = []
+    for bucket in range(buckets):
+        for record in spool.load_bucket(folder, bucket)[0]:
+            if room[record.group] > 0:
+                text = record.text.decode()[:SAMPLE_DOCUMENT]
+                room[record.group] -= len(text.encode())
+                sample.append(text)
+        if all(left <= 0 for left in room.values()):
+            break
+    progress = Progress("training the tokenizer", 1, "model", quiet=request.quiet)
+    model = tokenizer.train(sample, request.vocab_size, threads=workers)
+    progress.close(f"sample of {sum(len(t.encode()) for t in sample) / 1e6:.1f} MB")
+    return model
+
+
+def _encode(work: Path, result: Path, buckets: int, found, tok, run, quiet: bool) -> tuple[dict, collections.Counter]:
+    """Encode all buckets and write the shards in their order. Returns the manifest's groups and duplicates per task."""
+    whole = spool.merge(found)
+    limits = spool.validation_limits(whole)
+    dtype = np.dtype(np.uint16 if tok.vocab_size <= 2**16 else np.uint32)
+    writers = {(s, g): shards.ShardWriter(result, s, g, dtype) for g in sorted(whole.documents) for s in shards.SPLITS}
+    progress = Progress("encoding", sum(whole.bytes.values()) / 1e6, "MB", quiet=quiet)
+    waiting, following, duplicates = {}, 0, collections.Counter()
+    arguments = [(work / "spool", b, result / shards.TOKENIZER, limits, work / "parts", dtype.str) for b in range(buckets)]
+    for bucket, encoded in run(encode_bucket, arguments):
+        waiting[bucket] = encoded
+        progress.advance(encoded["bytes"] / 1e6)
+        while following in waiting:  # shards follow the order of the buckets, whichever is encoded first
+            encoded = waiting.pop(following)
+            following += 1
+            duplicates += encoded["duplicates"]
+            for (split, group), part in encoded["parts"].items():
+                writers[split, group].add(np.load(part["tokens"]), np.load(part["lengths"]), part["bytes"])
+                os.remove(part["tokens"])
+                os.remove(part["lengths"])
+    groups = {}
+    for (split, group), writer in writers.items():
+        domain, _, lang = group.rpartition("-")
+        groups.setdefault(group, {"domain": domain, "lang": lang})[split] = writer.finish()
+    tokens = sum(g[s]["tokens"] for g in groups.values() for s in shards.SPLITS)
+    progress.close(f"{tokens:,} tokens, {sum(duplicates.values()):,} duplicates dropped")
+    return groups, duplicates
+
+
+def encode_bucket(folder: Path, bucket: int, model: Path, limits: dict, parts: Path, dtype: str) -> dict:
+    """Encode one bucket's documents into part files per split and group; runs in a worker. Removes the bucket's spool files."""
+    tok = tokenizer.Tokenizer.load(model)
+    kept, dropped = spool.load_bucket(folder, bucket)
+    members: dict = {}
+    for record in kept:
+        split = "validation" if record.split_key <= limits[record.group] else "train"
+        members.setdefault((split, record.group), []).append(record)
+    found = {}
+    for (split, group), records in members.items():
+        ids = [np.array([*document, tok.eod_id], dtype) for document in tok.encode([r.text.decode() for r in records])]
+        stem = parts / f"{bucket:04d}-{split}-{group}"
+        np.save(f"{stem}.tokens.npy", np.concatenate(ids))
+        np.save(f"{stem}.lengths.npy", np.array([len(d) for d in ids], np.int64))
+        found[split, group] = {
+            "tokens": f"{stem}.tokens.npy",
+            "lengths": f"{stem}.lengths.npy",
+            "bytes": sum(len(r.text) for r in records),
+        }
+    for path in folder.glob(f"{bucket:04d}-*.bin"):
+        os.remove(path)
+    return {
+        "parts": found,
+        "bytes": sum(len(r.text) for r in kept) + sum(len(r.text) for r in dropped),
+        "duplicates": collections.Counter(r.task for r in dropped),
+    }
+

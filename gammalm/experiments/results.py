@@ -1,0 +1,143 @@
+"""What a grid leaves on disk, written safely and read back: results.jsonl, and each cell's config, metrics and tables.
+
+    workdir/grid.json  results.jsonl  cells/<name>/{config.json, versions.json, metrics.jsonl, init_table.json}
+
+A process can die in the middle of a line. Such a line is left out when read, and a notice says so; the next append cuts it off.
+The same results read the same way whatever order the cells finished in: a cell's last row counts, and cells come in the grid's order.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gammalm.errors import ConfigError
+from gammalm.experiments.grid import Cell, Grid
+from gammalm.files import append_jsonl
+
+AXES = ("gamma", "lr", "seed")  # labels the statistics treat as numbers; all the others name a group of cells
+
+
+def append_result(workdir: str | os.PathLike, row: Mapping) -> None:
+    """Adds the row of a cell to `workdir`/results.jsonl. Raises OSError where it cannot be written."""
+    append_jsonl(Path(workdir) / "results.jsonl", dict(row))
+
+
+def read_rows(path: str | os.PathLike) -> tuple[list[dict], list[str]]:
+    """The rows of a JSON-lines file in file order, and notices about lines that are torn or damaged. A missing file has no rows."""
+    path = Path(path)
+    if not path.exists():
+        return [], []
+    rows, notices = [], []
+    *lines, tail = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("not an object")
+            rows.append(row)
+        except ValueError:  # JSON and UTF-8 errors alike
+            notices.append(f"{path.name}, line {number}: damaged, left out.")
+    if tail:
+        notices.append(f"{path.name}, line {len(lines) + 1}: cut off while it was written, left out.")
+    return rows, notices
+
+
+def read_results(workdir: str | os.PathLike) -> tuple[dict[str, dict], list[str]]:
+    """The last row of every cell in `workdir`/results.jsonl by cell name, sorted by name, and notices about damaged lines."""
+    rows, notices = read_rows(Path(workdir) / "results.jsonl")
+    last = {row["cell"]: row for row in rows if "cell" in row}
+    return dict(sorted(last.items())), notices
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One cell of a grid and what is known of it.
+
+    group: its labels other than γ, rate and seed, as text. gamma, rate, seed: from its labels, else from its saved config, else None.
+    status: done | failed | unfinished. row: its last line in results.jsonl, empty while there is none.
+    """
+
+    cell: Cell
+    folder: Path
+    group: str
+    gamma: float | None
+    rate: float | None
+    seed: int
+    status: str
+    row: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    @property
+    def loss(self) -> float | None:
+        """Final validation loss (nats per token); None unless the cell is done."""
+        return self.row.get("loss") if self.status == "done" else None
+
+    @cached_property
+    def metrics(self) -> dict[str, list[dict]]:
+        """{"train": rows, "validation": rows} by step. Steps that a resumed run took twice count once, as taken last."""
+        last = {(row.get("kind"), row["step"]): row for row in read_rows(self.folder / "metrics.jsonl")[0] if "step" in row}
+        return {kind: [last[key] for key in sorted(k for k in last if k[0] == kind)] for kind in ("train", "validation")}
+
+    def file(self, name: str) -> Any:
+        """The parsed JSON file `name` of the cell's folder; None when missing or damaged."""
+        return _json(self.folder / name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A grid's workdir: its runs in the order of the grid, and notices about what could not be read."""
+
+    workdir: Path
+    grid: Grid
+    runs: tuple[Run, ...]
+    notices: tuple[str, ...]
+
+    def done(self) -> list[Run]:
+        """The runs to be compared: with a final validation loss, a γ and a learning rate."""
+        return [run for run in self.runs if None not in (run.loss, run.gamma, run.rate)]
+
+
+def read_study(workdir: str | os.PathLike) -> Study:
+    """Everything the report needs from a grid's workdir. Raises ConfigError when there is no readable grid.json in it."""
+    workdir = Path(workdir)
+    data = _json(workdir / "grid.json")
+    if data is None:
+        raise ConfigError(f"{workdir}: no readable grid.json, so no grid was run here. Give the --workdir of `gammalm grid`.")
+    grid = Grid.from_json(data)
+    rows, notices = read_results(workdir)
+    runs = tuple(_run(workdir, cell, rows.get(cell.name, {})) for cell in grid.cells)
+    if strangers := sorted(set(rows) - {cell.name for cell in grid.cells}):
+        notices.append(f"results.jsonl: rows of cells that are not in this grid, left out: {', '.join(strangers)}.")
+    for run in runs:
+        notices += [f"{run.cell.name}: {notice}" for notice in read_rows(run.folder / "metrics.jsonl")[1]]
+        if run.status == "done" and None in (run.loss, run.gamma, run.rate):
+            notices.append(f"{run.cell.name}: done, but its validation loss, γ or learning rate is not known; left out of the comparisons.")
+    return Study(workdir, grid, runs, tuple(notices))
+
+
+def _run(workdir: Path, cell: Cell, row: Mapping) -> Run:
+    folder = workdir / "cells" / cell.name
+    config = _json(folder / "config.json") or {}
+    labels = dict(cell.labels)
+    gamma = labels.get("gamma", config.get("init", {}).get("gamma"))
+    rate = labels.get("lr", config.get("optimizer", {}).get("learning_rate"))
+    seed = labels.get("seed", config.get("seed", 0))
+    status = row.get("status", "unfinished")
+    return Run(cell, folder, group_name(labels), gamma, rate, seed, status, row, config)
+
+
+def group_name(labels: Mapping, nothing: str = "all runs") -> str:
+    """The labels other than γ, rate and seed as one text: `plain`, `125m · adjusted`, `headwise · eps 1e-08`; else `nothing`."""
+    parts = [v if isinstance(v, str) else f"{k} {v:g}" for k, v in labels.items() if k not in AXES]
+    return " · ".join(parts) or nothing
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

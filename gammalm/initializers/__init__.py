@@ -1,0 +1,66 @@
+"""Initializers: γ-initialization (σ = d_in^(−γ)) and the schemes people compare it with, chosen per parameter by an ordered rule table.
+
+`zoo` holds the functions `(key, shape, dtype)`, `specs` what a model declares of a parameter, `rules` the rule language, `presets`
+the named conventions, `table` the resolved table, `params` the drawing of a whole tree.
+"""
+
+from gammalm.initializers.params import init_params, path_hash
+from gammalm.initializers.presets import PRESETS
+from gammalm.initializers.specs import ROLES, ParamSpec
+from gammalm.initializers.table import format_table, init_table
+from gammalm.initializers.zoo import (
+    ZOO,
+    Initializer,
+    equivalent_gamma,
+    fixed_std,
+    gamma_normal,
+    glorot_normal,
+    glorot_uniform,
+    gpt2,
+    he_normal,
+    he_uniform,
+    kaiming_normal,
+    kaiming_uniform,
+    lecun_normal,
+    lecun_uniform,
+    normal,
+    ones,
+    orthogonal,
+    torch_linear,
+    truncated_std,
+    xavier_normal,
+    xavier_uniform,
+    zeros,
+)
+
+__all__ = [
+    "PRESETS",
+    "ROLES",
+    "ZOO",
+    "Initializer",
+    "ParamSpec",
+    "equivalent_gamma",
+    "fixed_std",
+    "format_table",
+    "gamma_normal",
+    "glorot_normal",
+    "glorot_uniform",
+    "gpt2",
+    "he_normal",
+    "he_uniform",
+    "init_params",
+    "init_table",
+    "kaiming_normal",
+    "kaiming_uniform",
+    "lecun_normal",
+    "lecun_uniform",
+    "normal",
+    "ones",
+    "orthogonal",
+    "path_hash",
+    "torch_linear",
+    "truncated_std",
+    "xavier_normal",
+    "xavier_uniform",
+    "zeros",
+]

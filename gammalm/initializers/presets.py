@@ -1,0 +1,89 @@
+"""Named conventions: which initializer a parameter gets when no rule of the config names it. The name is part of a run's identity.
+
+A preset is a function (path, spec) -> Initializer made from the config. Norm gains are 1 under every preset. Sources: science 1 and 5;
+the choices that the papers leave open are marked [R] here and in docs/initializers.md.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from gammalm.errors import ConfigError
+from gammalm.initializers.rules import build, nearest
+from gammalm.initializers.specs import ParamSpec
+from gammalm.initializers.zoo import Initializer, gamma_normal, number, ones
+
+Choose = Callable[[str, ParamSpec], Initializer]
+
+# Index into init.group_gammas. [R]: the gate sets coefficients as q·k does, so it goes with them; the router goes with the FFN it feeds.
+GROUPS = {"embed": 0, "head": 0, "qk": 1, "gate": 1, "vo": 2, "ffn": 3, "router": 3}
+SCHEMES = ("lecun_normal", "lecun_uniform", "xavier_normal", "xavier_uniform", "kaiming_normal", "kaiming_uniform", "gpt2", "fixed_std",
+           "torch_linear", "orthogonal")
+
+
+def _fan_in(init_config, specs: Mapping[str, ParamSpec], d_model: int) -> Choose:
+    """Every matrix uses its own fan-in; the embedding table uses d (science 1.1 [R], [C])."""
+    return lambda path, spec: gamma_normal(init_config.gamma, truncate=init_config.truncate)
+
+
+def _d_model(init_config, specs: Mapping[str, ParamSpec], d_model: int) -> Choose:
+    """Base d for every matrix, residual outputs divided by √(2L) (science 1.2)."""
+    initializer = gamma_normal(init_config.gamma, base=d_model, truncate=init_config.truncate)
+    return lambda path, spec: dataclasses.replace(initializer, divide_outputs=True)
+
+
+def _groups(init_config, specs: Mapping[str, ParamSpec], d_model: int) -> Choose:
+    """Four exponents: embedding + head, qk, vo, ffn (science 1.3); each matrix its own fan-in [R]."""
+    gammas = init_config.group_gammas
+    if isinstance(gammas, str) or len(gammas) != 4:
+        raise ConfigError(f"init.group_gammas must be four numbers (embedding + head, qk, vo, ffn), not {gammas!r}.")
+    gammas = [number(f"init.group_gammas[{i}]", gamma) for i, gamma in enumerate(gammas)]
+    return lambda path, spec: gamma_normal(gammas[GROUPS[spec.role]], truncate=init_config.truncate)
+
+
+def _branch_balanced(init_config, specs: Mapping[str, ParamSpec], d_model: int) -> Choose:
+    """γ* = k/(2(k−1)) for a branch that multiplies k matrices: attention 1 (V, O), SwiGLU ¾, a two-matrix MLP 1 (science 5 [C]).
+
+    k of an FFN is the number of its matrices, those of role 'ffn' below one parent. Embedding, head and router keep init.gamma [R].
+    """
+
+    def choose(path: str, spec: ParamSpec) -> Initializer:
+        gamma = init_config.gamma
+        if spec.role in ("qk", "vo", "gate"):
+            gamma = _balance_gamma(2)
+        elif spec.role == "ffn":
+            parent = path.rpartition("/")[0]
+            k = sum(other.role == "ffn" and name.rpartition("/")[0] == parent for name, other in specs.items())
+            if k < 2:
+                raise ConfigError(f"{path}: init.preset=branch_balanced needs the two or three matrices of an FFN side by side; found {k}.")
+            gamma = _balance_gamma(k)
+        return gamma_normal(gamma, truncate=init_config.truncate)
+
+    return choose
+
+
+def _balance_gamma(k: int) -> float:
+    return k / (2 * (k - 1))
+
+
+def _scheme(name: str) -> Callable[..., Choose]:
+    """One scheme of the zoo for every matrix, the embedding table included."""
+
+    def preset(init_config, specs: Mapping[str, ParamSpec], d_model: int) -> Choose:
+        initializer = build(name, (), {}, init_config, f"init.preset={name}")
+        if init_config.truncate and initializer.draw.distribution != "normal":
+            raise ConfigError(f"init.truncate={init_config.truncate:g}: preset {name} draws no normal values to truncate; set it to 0.")
+        return lambda path, spec: initializer
+
+    return preset
+
+
+PRESETS = {"fan_in": _fan_in, "d_model": _d_model, "groups": _groups, "branch_balanced": _branch_balanced}
+PRESETS |= {name: _scheme(name) for name in SCHEMES}
+
+
+def preset_rules(init_config, specs: Mapping[str, ParamSpec], d_model: int) -> Choose:
+    """(path, spec) -> Initializer of `init_config.preset`; norm gains get ones. ConfigError names the nearest preset."""
+    if init_config.preset not in PRESETS:
+        raise ConfigError(f"init.preset: unknown preset {init_config.preset!r}.{nearest(str(init_config.preset), PRESETS)}")
+    choose = PRESETS[init_config.preset](init_config, specs, d_model)
+    return lambda path, spec: ones() if spec.role == "norm" else choose(path, spec)

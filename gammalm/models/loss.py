@@ -1,0 +1,84 @@
+"""Next-token cross-entropy that never holds all logits: chunks of tokens, fp32 softmax, gradients made on the way forward.
+
+The logits of one chunk are computed once; softmax minus target is at hand there and then, so the backward pass needs no
+second product with the V-wide head. Shape legend: parts.py; n tokens of one chunk.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from gammalm.models.parts import softcap
+
+
+def _chunks(x_BTD, *others_BT, chunk: int):
+    """Splits the T axis so that one chunk has about `chunk` tokens; B stays whole, so a sharded batch stays sharded."""
+    B, T = x_BTD.shape[:2]
+    n = 1 if chunk == 0 else max(1, -(-B * T // chunk))
+    while T % n:
+        n += 1
+    split = lambda a: jnp.moveaxis(a.reshape(B, n, T // n, *a.shape[2:]), 1, 0)  # noqa: E731
+    return split(x_BTD), *(split(a) for a in others_BT)
+
+
+def _chunk_logits(x_BnD, w_VD, cap):
+    logits = jnp.einsum("bnd,vd->bnv", x_BnD, w_VD, preferred_element_type=jnp.float32)
+    return softcap(logits, cap)
+
+
+def _nll(logits_BnV, targets_Bn):
+    """Negative log-likelihood and log-sum-exp of each token, fp32."""
+    lse = jax.nn.logsumexp(logits_BnV, axis=-1)
+    picked = jnp.take_along_axis(logits_BnV, targets_Bn[..., None], axis=-1)[..., 0]
+    return lse - picked, lse
+
+
+def token_losses(x_BTD, w_VD, targets_BT, *, cap=0.0, chunk=1024):
+    """fp32 losses [B, T] in nats and log-sum-exps [B, T], forward only, for validation and measurements."""
+    w = w_VD.astype(x_BTD.dtype)
+
+    def one(_, args):
+        x, targets = args
+        return None, _nll(_chunk_logits(x, w, cap), targets)
+
+    _, (losses, lses) = jax.lax.scan(one, None, _chunks(x_BTD, targets_BT, chunk=chunk))
+    join = lambda a: jnp.moveaxis(a, 0, 1).reshape(targets_BT.shape)  # noqa: E731
+    return join(losses), join(lses)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def summed_loss(x_BTD, w_VD, targets_BT, weights_BT, cap=0.0, chunk=1024):
+    """Σ weight · loss over all tokens, fp32 nats. Differentiable in x and w; weights are data."""
+    losses, _ = token_losses(x_BTD, w_VD, targets_BT, cap=cap, chunk=chunk)
+    return jnp.sum(losses * weights_BT)
+
+
+def _summed_loss_forward(x_BTD, w_VD, targets_BT, weights_BT, cap, chunk):
+    w = w_VD.astype(x_BTD.dtype)
+
+    def one(carry, args):
+        total, d_w = carry
+        x, targets, weights = args
+        logits = _chunk_logits(x, w, cap)
+        loss, lse = _nll(logits, targets)
+        hit = targets[..., None] == jnp.arange(w.shape[0])[None, None]
+        d_logits = (jnp.exp(logits - lse[..., None]) - hit) * weights[..., None]
+        if cap:
+            d_logits *= 1 - jnp.square(logits / cap)  # the derivative of cap·tanh(z/cap)
+        d_logits = d_logits.astype(x.dtype)
+        d_x = jnp.einsum("bnv,vd->bnd", d_logits, w)
+        d_w += jnp.einsum("bnv,bnd->vd", d_logits, x, preferred_element_type=jnp.float32)
+        return (total + jnp.sum(loss * weights), d_w), d_x
+
+    start = (jnp.zeros((), jnp.float32), jnp.zeros(w_VD.shape, jnp.float32))
+    (total, d_w), d_x = jax.lax.scan(one, start, _chunks(x_BTD, targets_BT, weights_BT, chunk=chunk))
+    return total, (jnp.moveaxis(d_x, 0, 1).reshape(x_BTD.shape), d_w.astype(w_VD.dtype))
+
+
+def _summed_loss_backward(cap, chunk, saved, gradient):
+    d_x, d_w = saved
+    return (d_x * gradient).astype(d_x.dtype), d_w * gradient.astype(d_w.dtype), None, None
+
+
+summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)

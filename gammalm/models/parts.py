@@ -1,0 +1,77 @@
+"""Small parts of a decoder: declared weights, RMSNorm, rotary positions, SwiGLU.
+
+Shape legend of the whole package: B batch, T query tokens, S key tokens, D d_model, H query heads, G key/value heads,
+R = H/G queries per key head, K head size, F FFN width, V vocabulary, L layers.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from gammalm.initializers import ParamSpec
+
+
+def declare(shape, axes, *, fan_in=(), fan_out=(), role, residual_out=False) -> nnx.Param:
+    """An fp32 parameter of zeros that carries its `ParamSpec`; values come from `gammalm.initializers.init_params`."""
+    spec = ParamSpec(tuple(shape), tuple(axes), tuple(fan_in), tuple(fan_out), role, residual_out)
+    return nnx.Param(jnp.zeros(shape, jnp.float32), spec=spec)
+
+
+def shard_rows(x_BTD):
+    """Keeps rows on the batch axes of the mesh in use, so that the compiler does not move activations to where weights lie."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if "data" not in mesh.axis_names:
+        return x_BTD
+    return jax.lax.with_sharding_constraint(x_BTD, PartitionSpec(("data", "fsdp"), None, None))
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x²) + ε) · gain over the last axis, statistics in fp32 (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    ε is an argument of the call, not of the module, so that cells of a grid with different ε share one program.
+    """
+
+    def __init__(self, size: int, axis: str = "embed"):
+        self.gain = declare((size,), (axis,), role="norm")
+
+    def __call__(self, x, eps):
+        x32 = x.astype(jnp.float32)
+        variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+        gain = self.gain[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return (x32 * jax.lax.rsqrt(variance + eps) * gain).astype(x.dtype)
+
+
+def rope_angles(positions_BT, head_dim: int, theta: float):
+    """cos and sin [B, T, 1, K/2] in fp32 of the rotary embedding (Su et al. 2021, arXiv:2104.09864)."""
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency[None, None, None, :]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BTHK, angles):
+    """Rotates the pairs (x[k], x[k + K/2]), the half-split form that Llama checkpoints use."""
+    cos, sin = angles
+    first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTHK.dtype)
+
+
+def softcap(x, cap: float):
+    """cap · tanh(x / cap); the identity for cap = 0 (Gemma 2, arXiv:2408.00118)."""
+    return x if cap == 0.0 else cap * jnp.tanh(x / cap)
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate x) · up x), no biases (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, d_model: int, d_ff: int, dtype):
+        self.dtype = dtype
+        self.gate = declare((d_model, d_ff), ("embed", "ffn"), fan_in=("embed",), fan_out=("ffn",), role="ffn")
+        self.up = declare((d_model, d_ff), ("embed", "ffn"), fan_in=("embed",), fan_out=("ffn",), role="ffn")
+        self.down = declare((d_ff, d_model), ("ffn", "embed"), fan_in=("ffn",), fan_out=("embed",), role="ffn", residual_out=True)
+
+    def __call__(self, x_BTD):
+        gate_BTF = x_BTD @ self.gate[...].astype(self.dtype)
+        up_BTF = x_BTD @ self.up[...].astype(self.dtype)
+        return (jax.nn.silu(gate_BTF) * up_BTF) @ self.down[...].astype(self.dtype)

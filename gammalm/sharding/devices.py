@@ -1,0 +1,54 @@
+"""What is known of each kind of device: peak arithmetic, and compiler options that measurements speak for.
+
+Peaks are dense bf16 FLOP/s per device as JAX counts devices, from the makers' data sheets (never the sparse figure).
+"""
+
+import functools
+from pathlib import Path
+
+import jax
+
+# Part of `device_kind`, lower case -> peak dense bf16 FLOP/s. The first match counts.
+PEAK_FLOPS = {
+    "v5 lite": 197e12,
+    "v5e": 197e12,
+    "v6 lite": 918e12,
+    "v6e": 918e12,
+    "v5p": 459e12,
+    "tpu v5": 459e12,
+    "tpu v4": 275e12,
+    "tpu v3": 61.5e12,  # one core; a chip has two
+    "h200": 989e12,
+    "h100 pcie": 756e12,
+    "h100": 989e12,
+    "a100": 312e12,
+    "l40s": 362e12,
+    "l4": 121e12,
+    "t4": 65e12,  # fp16
+    "v100": 125e12,  # fp16
+}
+
+
+def peak_flops(device) -> float | None:
+    """Peak FLOP/s of one device, or None where it is not known (every CPU)."""
+    kind = device.device_kind.lower()
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in kind), None)
+
+
+@functools.cache
+def compiler_options() -> dict[str, str]:
+    """Compiler options for the default backend.
+
+    Without AMX matrix units, XLA's YNNPACK fusions run the FFN's products at half the speed of its other kernels
+    (measured, docs/benchmarks.md); with AMX they are the only fast ones.
+    """
+    if jax.default_backend() == "cpu" and not _has_amx():
+        return {"xla_cpu_experimental_ynn_fusion_type": ""}
+    return {}
+
+
+def _has_amx() -> bool:
+    try:
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux: no x86 server CPU either
+        return False

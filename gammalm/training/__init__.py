@@ -1,0 +1,1 @@
+"""Training: state, the pure step, optimizer and schedule, the loop, checkpoints and monitors."""

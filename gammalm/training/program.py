@@ -1,0 +1,120 @@
+"""The compiled functions that runs of one shape share: creating a state, a step, a validation batch.
+
+A program serves one run (`cells=None`) or C runs side by side, whose states, batches and scalars then have a leading cell axis.
+"""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gammalm.config import leaves
+from gammalm.models.decoder import Model
+from gammalm.sharding.devices import compiler_options
+from gammalm.sharding.mesh import batch_sharding, check_batch, make_mesh, parameter_shardings
+from gammalm.training.step import SCALARS, init_state, make_step, make_validation, over_cells
+
+MODES = ("single", "map", "vmap")  # one run after another | one program that walks over its cells | one that batches them
+
+# Leaves that no compiled function reads: they differ freely between the cells of one program.
+FREE = (
+    "seed", "data.path", "data.mixture", "train.log_every", "train.validate_every", "train.validation_batches", "train.checkpoint_every",
+    "train.checkpoints_kept", *SCALARS,
+)  # fmt: skip
+
+
+def signature(config) -> str:
+    """Equal for two configs exactly if one compiled program serves both."""
+    return json.dumps({name: value for name, value in leaves(config).items() if name not in FREE and not name.startswith("init.")})
+
+
+class Program:
+    """Compiled functions for `config` on a mesh of all devices; `cells` runs at a time in `mode` (see MODES).
+
+    `cell_devices` devices share the cells out between them. Raises ConfigError where the mesh does not fit the model or the batch.
+    """
+
+    def __init__(self, config, token_bytes, *, cells: int | None = None, mode: str = "single", cell_devices: int = 1, devices=None):
+        self.model = Model(config.model)
+        self.config = config
+        self.cells = cells
+        self.mesh: Mesh = make_mesh({**config.mesh.to_dict(), "cell": cell_devices}, devices)
+        check_batch(config.batch.sequences, config.batch.micro_batches, self.mesh)
+        self._token_bytes = jnp.asarray(token_bytes)
+
+        lead = () if cells is None else ("cell",)
+        self.batch_sharding = batch_sharding(self.mesh, lead)
+        self.scalar_sharding = NamedSharding(self.mesh, PartitionSpec(*lead))
+        single = NamedSharding(self.mesh, PartitionSpec())
+        parameters = parameter_shardings(self.model.specs, self.mesh)
+        abstract = jax.eval_shape(lambda: init_state(self.model, config, 0))
+        adam = abstract["adam"]._replace(count=single, mu=parameters, nu=parameters)
+        one = {"step": single, "params": parameters, "adam": adam, "halted": single}
+        self.abstract_state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, one)
+        state = one if cells is None else jax.tree.map(lambda s: NamedSharding(self.mesh, PartitionSpec("cell", *s.spec)), one)
+
+        step = make_step(self.model, config)
+        validate = make_validation(self.model, self._token_bytes)
+        if cells is not None:
+            step, validate = (over_cells(f, mode, self.mesh) for f in (step, validate))
+        jit = functools.partial(jax.jit, compiler_options=compiler_options())
+        replicated = (state, self.batch_sharding, self.scalar_sharding)
+        self._step = jit(step, in_shardings=replicated, out_shardings=(state, self.scalar_sharding), donate_argnums=0)
+        self._validate = jit(validate, in_shardings=(state["params"], self.batch_sharding, self.scalar_sharding), out_shardings=single)
+        self._stack = jax.jit(lambda states: jax.tree.map(lambda *a: jnp.stack(a), *states), out_shardings=state)
+        self._pick = jax.jit(lambda state, i: jax.tree.map(lambda a: a[i], state), out_shardings=one)
+        self._one = one
+
+    def init(self, config):
+        """A fresh state of one run, each shard made where it lives."""
+        with jax.set_mesh(self.mesh):
+            return jax.jit(lambda seed: init_state(self.model, config, seed), out_shardings=self._one)(config.seed)
+
+    def stack(self, states):
+        """The states of all cells as one with a leading cell axis; a single run's state stays as it is."""
+        if self.cells is None:
+            return states[0]
+        with jax.set_mesh(self.mesh):
+            return self._stack(states)
+
+    def pick(self, state, cell: int):
+        """The state of one cell, equal in structure and numbers to that of a single run."""
+        if self.cells is None:
+            return state
+        with jax.set_mesh(self.mesh):
+            return self._pick(state, cell)
+
+    def put(self, batches: list[dict]):
+        """The cells' host batches as one device batch."""
+        batch = batches[0] if self.cells is None else jax.tree.map(lambda *a: jnp.stack(a), *batches)
+        return jax.device_put(batch, self.batch_sharding)
+
+    def scalars(self, each: list[dict]):
+        """The cells' scalars as one tree."""
+        return each[0] if self.cells is None else jax.tree.map(lambda *a: jnp.stack(a), *each)
+
+    def step(self, state, batch, scalars):
+        """One optimizer step of every cell; `state` is given away. Returns (state, metrics)."""
+        with jax.set_mesh(self.mesh):
+            return self._step(state, batch, scalars)
+
+    def validate(self, params, batch, norm_eps):
+        """Sums over one validation batch, see `make_validation`."""
+        with jax.set_mesh(self.mesh):
+            return self._validate(params, batch, norm_eps)
+
+
+@dataclasses.dataclass
+class Programs:
+    """Programs already compiled, by what they depend on: cells of a grid that share a shape compile once."""
+
+    made: dict = dataclasses.field(default_factory=dict)
+
+    def get(self, config, token_bytes, **how) -> Program:
+        key = (signature(config), token_bytes.tobytes(), *sorted(how.items()))
+        if key not in self.made:
+            self.made[key] = Program(config, token_bytes, **how)
+        return self.made[key]

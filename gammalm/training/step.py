@@ -1,0 +1,151 @@
+"""The training step as a pure function: (state, batch, scalars) -> (state, metrics).
+
+Shape legend: B sequences of a step, M micro-batches, T predicted tokens per sequence, C cells.
+State: {"step", "params", "adam", "halted"}; batch: {"tokens": [B, T+1]} and, for packed documents, {"segments": [B, T+1]}.
+Scalars are what may differ between runs that share the program: peak learning rate, weight decay, ε of the norms.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from gammalm.initializers import init_params
+from gammalm.training.optimizer import adam, apply_adamw, decay_mask, schedule_factor
+
+SCALARS = ("optimizer.learning_rate", "optimizer.weight_decay", "model.norm_eps")
+
+
+def scalars(config) -> dict:
+    """The traced scalars of one run, fp32."""
+    return {
+        "learning_rate": jnp.float32(config.optimizer.learning_rate),
+        "weight_decay": jnp.float32(config.optimizer.weight_decay),
+        "norm_eps": jnp.float32(config.model.norm_eps),
+    }
+
+
+def init_state(model, config, seed):
+    """Step 0: γ-initialized parameters, zero moments. Pure; jit it with `out_shardings` to create each shard in place."""
+    c = config.model
+    params = init_params(model.specs, config.init, seed, d_model=c.d_model, n_layers=c.n_layers)
+    return {
+        "step": jnp.zeros((), jnp.int32),
+        "params": params,
+        "adam": adam(config.optimizer).init(params),
+        "halted": jnp.zeros((), jnp.bool_),
+    }
+
+
+def split_batch(batch):
+    """Inputs [.., T], targets, target weights (fp32 0 or 1) and segments of the inputs (None without packing of documents).
+
+    A document never predicts the next one's first token, and padding (segment 0) is never predicted.
+    """
+    tokens, segments = batch["tokens"], batch.get("segments")
+    inputs, targets = tokens[..., :-1], tokens[..., 1:]
+    if segments is None:
+        return inputs, targets, jnp.ones(targets.shape, jnp.float32), None
+    weights = (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] > 0)
+    return inputs, targets, weights.astype(jnp.float32), segments[..., :-1]
+
+
+def loss_and_gradients(model, params, batch, norm_eps, micro_batches: int):
+    """Mean loss over the counted tokens of the whole batch, its fp32 gradients, and the number of counted tokens.
+
+    Micro-batches are weighted by their counted tokens: the result is that of one large batch.
+    """
+    inputs, targets, weights, segments = split_batch(batch)
+    count = jnp.sum(weights)
+    weights = weights / jnp.maximum(count, 1)
+
+    def loss_of(params, inputs, targets, weights, segments):
+        return model.bind(params).loss(inputs, targets, weights, segments, norm_eps)
+
+    if micro_batches == 1:
+        loss, gradients = jax.value_and_grad(loss_of)(params, inputs, targets, weights, segments)
+        return loss, gradients, count
+
+    def cut(a):
+        # Interleaved, so that each device keeps its own rows: [B, T] -> [M, B/M, T].
+        return None if a is None else a.reshape(-1, micro_batches, a.shape[-1]).swapaxes(0, 1)
+
+    def accumulate(total, part):
+        loss, gradients = jax.value_and_grad(loss_of)(params, *part)
+        return jax.tree.map(jnp.add, total, (loss, gradients)), None
+
+    zero = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
+    (loss, gradients), _ = jax.lax.scan(accumulate, zero, tuple(map(cut, (inputs, targets, weights, segments))))
+    return loss, gradients, count
+
+
+def global_norm(tree):
+    """Euclidean norm over all leaves, fp32."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
+
+
+def make_step(model, config):
+    """The step function of `config`. It reads everything of the config but SCALARS, which come as an argument.
+
+    A non-finite loss or gradient leaves the state as it was and sets `halted`, which later steps respect: the parameters that
+    led to it are still there to be examined.
+    """
+    c = config.optimizer
+    mask = decay_mask(model.specs, c.no_decay)
+    transform = adam(c)
+
+    def step(state, batch, scalars):
+        params = state["params"]
+        loss, gradients, count = loss_and_gradients(model, params, batch, scalars["norm_eps"], config.batch.micro_batches)
+        norm = global_norm(gradients)
+        rate = scalars["learning_rate"] * schedule_factor(c, config.train.steps, state["step"])
+        if c.clip:
+            factor = jnp.minimum(1.0, c.clip / jnp.maximum(norm, 1e-30))
+            gradients = jax.tree.map(lambda g: g * factor, gradients)
+        direction, adam_state = transform.update(gradients, state["adam"])
+        new = {
+            "step": state["step"] + 1,
+            "params": apply_adamw(params, direction, mask, rate, scalars["weight_decay"]),
+            "adam": adam_state,
+        }
+        halted = state["halted"] | ~jnp.isfinite(loss) | ~jnp.isfinite(norm)
+        kept = {name: state[name] for name in new}
+        state = jax.tree.map(lambda n, o: jnp.where(halted, o, n), new, kept) | {"halted": halted}
+        return state, {"loss": loss, "grad_norm": norm, "learning_rate": rate, "tokens": count, "halted": halted}
+
+    return step
+
+
+def over_cells(function, mode: str, mesh):
+    """`function` for arguments with a leading cell axis: cells one after another (`map`) or side by side (`vmap`).
+
+    Where the mesh has several devices on its `cell` axis, each device takes its share of the cells.
+    """
+
+    def over(*stacked):
+        if mode == "vmap":
+            return jax.vmap(function)(*stacked)
+        return jax.lax.map(lambda args: function(*args), stacked)
+
+    if mesh.shape["cell"] == 1:
+        return over
+    by_cell = PartitionSpec("cell")
+    return jax.shard_map(over, mesh=mesh, in_specs=by_cell, out_specs=by_cell, axis_names={"cell"}, check_vma=False)
+
+
+def make_validation(model, token_bytes):
+    """(params, batch, norm_eps) -> summed nats, counted tokens and bytes of text they stand for, all fp32.
+
+    `batch` has "tokens" [B, T+1], "weights" [B, T] and, for packed documents, "segments". `token_bytes` [V] int32.
+    """
+
+    def validate(params, batch, norm_eps):
+        inputs, targets, _, segments = split_batch(batch)
+        losses, _ = model.bind(params).token_losses(inputs, targets, segments, norm_eps)
+        weights = batch["weights"]
+        return {
+            "nats": jnp.sum(losses * weights),
+            "tokens": jnp.sum(weights),
+            "bytes": jnp.sum(token_bytes[targets] * weights),
+        }
+
+    return validate

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# The test suite, with environments of its own.
+#
+#   launch/test.sh [--full | --long] [pytest arguments]
+#
+# default   the newest Python in .venv-test; comparisons with torch and transformers (marker `parity`) on 3.11 in .venv-parity
+# --full    adds the tests marked `full`, and the default tests on the 3.11 environment too; what .ci/run calls
+# --long    only the tests marked `long`: figures and evaluations
+# Where one Python is all there is, one environment serves for everything it can install.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+tier=default
+case "${1:-}" in
+--full | --long)
+    tier="${1#--}"
+    shift
+    ;;
+-h | --help)
+    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
+arguments=("$@")
+trap 'exit 130' INT
+
+cores="$(getconf _NPROCESSORS_ONLN)"
+workers=$((cores > 4 ? 4 : cores))
+
+newest="$(launch/find_python.sh)"
+old="$(launch/find_python.sh 3.11 2>/dev/null || true)"
+
+started=$SECONDS
+summary=()
+failed=0
+
+environment() { # environment FOLDER PYTHON EXTRAS
+    local from=$SECONDS
+    launch/env.sh "$@"
+    summary+=("$(printf '%5d s  environment %s' $((SECONDS - from)) "$1")")
+}
+
+suite() { # suite TITLE FOLDER MARKERS: run the tests that MARKERS choose; none at all is fine
+    local title="$1" folder="$2" markers="$3" from=$SECONDS status=0 outcome=passed
+    printf '\n== %s (%s, -m "%s")\n' "$title" "$folder" "$markers"
+    "$folder/bin/python" -m pytest -q -n "$workers" --dist worksteal --durations=10 --durations-min=1 -m "$markers" \
+        ${arguments[@]+"${arguments[@]}"} </dev/null || status=$?
+    case "$status" in
+    0) ;;
+    5) outcome="no tests" ;;
+    *) outcome=FAILED failed=1 ;;
+    esac
+    summary+=("$(printf '%5d s  %s: %s' $((SECONDS - from)) "$title" "$outcome")")
+}
+
+newest_version="$("$newest" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+parity=.venv-parity
+if [ "$newest_version" = 3.11 ]; then
+    parity=.venv-test
+    environment .venv-test "$newest" test,parity
+else
+    environment .venv-test "$newest" test
+fi
+
+core="not parity and not full and not long"
+case "$tier" in
+long) suite "long, Python $newest_version" .venv-test "long" ;;
+*)
+    if [ "$tier" = full ]; then
+        suite "core and full, Python $newest_version" .venv-test "not parity and not long"
+    else
+        suite "core, Python $newest_version" .venv-test "$core"
+    fi
+    if [ -z "$old" ]; then
+        summary+=("         parity: not run, it needs Python 3.11 (torch's CPU build installs there)")
+    else
+        [ "$parity" = .venv-test ] || environment "$parity" "$old" test,parity
+        suite "parity, Python 3.11" "$parity" "parity"
+        if [ "$tier" = full ] && [ "$parity" != .venv-test ]; then
+            suite "core, Python 3.11" "$parity" "$core"
+        fi
+    fi
+    ;;
+esac
+
+printf '\n'
+printf '%s\n' "${summary[@]}"
+printf '%5d s  in all\n' $((SECONDS - started))
+exit "$failed"

@@ -1,0 +1,259 @@
+"""Config files: typed arguments, overrides, where files are looked for, the checks of values, saving and reading back."""
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ml_collections import ConfigDict
+
+from gammalm.config import (
+    apply_overrides,
+    available,
+    call,
+    from_json,
+    leaves,
+    load_config,
+    load_module,
+    to_dict,
+    to_json,
+    typed_args,
+    validate,
+)
+from gammalm.config_checks import RULES
+from gammalm.errors import ConfigError
+
+DEFAULTS = {"size": "tiny", "steps": 10, "lr": 0.5, "tied": True, "mixture": "a"}
+
+
+@pytest.mark.parametrize(
+    "arg, expected",
+    [
+        ("", {}),
+        ("size=big", {"size": "big"}),
+        ("steps=1e3", {"steps": 1000}),
+        ("steps=12345678901234567", {"steps": 12345678901234567}),  # beyond what a float holds exactly
+        ("steps=-4", {"steps": -4}),
+        ("lr=3", {"lr": 3.0}),
+        ("lr=1e-12", {"lr": 1e-12}),
+        ("tied=false,lr=2", {"tied": False, "lr": 2.0}),
+        ("tied=0", {"tied": False}),
+        ("tied=True", {"tied": True}),
+        ("mixture=web:3,code:1,steps=5", {"mixture": "web:3,code:1", "steps": 5}),
+    ],
+)
+def test_typed_args(arg, expected):
+    args = typed_args(arg, DEFAULTS, "here")
+    assert args == SimpleNamespace(**DEFAULTS | expected)
+    assert [type(v) for v in vars(args).values()] == [type(v) for v in DEFAULTS.values()]
+
+
+@pytest.mark.parametrize(
+    "arg, says",
+    [
+        ("stpes=3", "unknown argument 'stpes'; did you mean steps?"),
+        ("zzzzzz=3", "Known arguments: size, steps, lr, tied, mixture"),
+        ("steps=1.5", "steps='1.5' is not a whole number"),
+        ("steps=many", "is not a whole number"),
+        ("steps=inf", "is not a whole number"),
+        ("lr=fast", "lr='fast' is not a finite number"),
+        ("lr=nan", "is not a finite number"),
+        ("lr=1e999", "is not a finite number"),
+        ("tied=maybe", "is not true or false"),
+        ("tied=2", "is not true or false"),
+        ("steps", "'steps' has no value"),
+        ("steps=3,4", "'4' has no value"),
+        ("steps=3,steps=4", "given twice"),
+    ],
+)
+def test_typed_args_refuses(arg, says):
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+        typed_args(arg, DEFAULTS, "here.py")
+    assert str(caught.value).startswith("here.py: ")
+
+
+def test_overrides_take_the_type_of_the_leaf():
+    overrides = [
+        ("optimizer.learning_rate", "1"),
+        ("model.n_layers", "1e1"),
+        ("model.tie_embeddings", "false"),
+        ("model.dtype", "float32"),
+        ("optimizer.no_decay", "norm,embed"),
+        ("init.rules", '("**/q=gamma_normal(0.5)",)'),
+        ("init.group_gammas", "(1, 0.5, 1, 2)"),
+        ("init.gamma", 2),  # what a grid gives: a Python value; an int fills a float
+    ]
+    c = load_config("lm:size=tiny", overrides)
+    assert (c.optimizer.learning_rate, type(c.optimizer.learning_rate)) == (1.0, float)
+    assert (c.model.n_layers, type(c.model.n_layers)) == (10, int)
+    assert c.model.tie_embeddings is False
+    assert c.model.dtype == "float32"
+    assert c.optimizer.no_decay == ("norm", "embed")
+    assert c.init.rules == ("**/q=gamma_normal(0.5)",)
+    assert c.init.group_gammas == (1.0, 0.5, 1.0, 2.0)
+    assert (c.init.gamma, type(c.init.gamma)) == (2.0, float)
+    assert c.is_locked
+    assert apply_overrides(c, [("init.rules", "")]).init.rules == ()
+    assert c.init.rules != ()  # the config that was given stays as it was
+
+
+@pytest.mark.parametrize(
+    "name, value, says",
+    [
+        ("optimizer.learnign_rate", "1", "no 'optimizer.learnign_rate'; did you mean optimizer.learning_rate?"),
+        ("learning_rate", "1", "did you mean optimizer.learning_rate?"),
+        ("optimiser.clip", "1", "did you mean optimizer.clip?"),
+        ("optimizer", "1", "config.optimizer is a group of values; set one of optimizer.b1"),
+        ("model.n_layers", "2.5", "config.model.n_layers='2.5' is not a whole number"),
+        ("model.n_layers", True, "is not a whole number"),
+        ("model.n_layers", 2.0, "is not a whole number"),
+        ("init.gamma", "big", "config.init.gamma='big' is not a finite number"),
+        ("init.gamma", math.nan, "is not a finite number"),
+        ("init.group_gammas", "(1, 'x', 1, 1)", "is not a finite number"),
+        ("init.group_gammas", "(1, 1", "is not a list"),
+        ("model.gate", 3, "is not text"),
+    ],
+)
+def test_overrides_refuse(name, value, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load_config("lm:size=tiny", [(name, value)])
+
+
+OWN = """
+from ml_collections import ConfigDict
+def get_config(arg=""):
+    return ConfigDict({"arg": arg, "where": __file__})
+"""
+
+
+def test_a_spec_resolves_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the repository is not the working folder here
+    ours = [load_config(spec) for spec in ("lm:size=tiny", "lm.py:size=tiny", "configs/lm:size=tiny", "configs/lm.py:size=tiny")]
+    assert all(c == ours[0] for c in ours)
+
+    (tmp_path / "sub").mkdir()
+    mine = tmp_path / "sub" / "mine.py"
+    mine.write_text(OWN)
+    for spec in ("sub/mine", "sub/mine.py", str(mine)):
+        assert load_config(f"{spec}:a=b:c").to_dict() == {"arg": "a=b:c", "where": str(mine)}
+
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "lm.py").write_text(OWN)  # a path that exists from here is what is meant
+    assert load_config("configs/lm.py:x").arg == "x"
+    assert "model" in load_config("lm:size=tiny")
+
+
+def test_the_example_of_the_documentation(tmp_path):
+    code = re.search(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/config.md").read_text("utf-8"), re.DOTALL)
+    (tmp_path / "mine.py").write_text(code[1])
+    config = validate(load_config(f"{tmp_path / 'mine.py'}:layers=3,gamma=0.5"))
+    assert (config.model.n_layers, config.init.gamma) == (3, 0.5)
+
+
+def test_faults_of_a_config_file(tmp_path):
+    def fault(text):
+        file = tmp_path / "bad.py"
+        file.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load_config(str(file))
+        assert str(caught.value).startswith(str(file))
+        return str(caught.value).removeprefix(str(file))
+
+    assert fault("x = 1\ndef get_config(arg=''):\n    return {}['no']\n") == ", line 3: KeyError: 'no'"
+    assert fault("\n\nimport no_such_module_anywhere\n").startswith(", line 3: ModuleNotFoundError")
+    assert fault("x = 1\ny = = 2\n").startswith(", line 2: SyntaxError")
+    assert fault("import json\ndef get_config(arg=''):\n    return json.loads('{')\n").startswith(", line 3: JSONDecodeError")
+    assert "defines no get_config(arg)" in fault("x = 1\n")
+    assert "must return an ml_collections.ConfigDict" in fault("def get_config(arg=''):\n    return {}\n")
+
+
+@pytest.mark.parametrize("spec", ["lmm", "configs/lmm.py:size=tiny", "/no/such/place.py", "", "."])
+def test_a_missing_config_names_the_known_ones(spec):
+    with pytest.raises(ConfigError, match="no config .* one of .*lm"):
+        load_config(spec)
+
+
+def config_names():
+    return [name for name in available() if not name.startswith("grids/")]
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_every_config_is_valid_in_every_size(name, tmp_path):
+    module = load_module(name)
+    for size in module.SIZES:
+        for gate in ("none", "headwise", "elementwise"):
+            config = validate(load_config(f"{name}:size={size},gate={gate}"))
+            assert config.model.gate == gate and config.is_locked
+            assert set(leaves(config)) == set(RULES)  # no value goes unchecked
+    to_json(config, tmp_path / "config.json")
+    again = from_json(tmp_path / "config.json")
+    assert again == config and again.is_locked
+    assert {n: type(v) for n, v in leaves(again).items()} == {n: type(v) for n, v in leaves(config).items()}
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("name", [name for name in available() if name.startswith("grids/")])
+def test_every_grid_has_valid_cells(name):
+    cells = call(name, "get_grid").cells
+    assert len(cells) > 1
+    for cell in cells:
+        assert cell.config().is_locked
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3"])
+def test_a_damaged_saved_config(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="config.json"):
+        from_json(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="missing.json"):
+        from_json(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"init.gamma": -1.0}, "init.gamma=-1.0 must be a finite number of at least 0"),
+        ({"init.gamma": "text"}, "init.gamma='text' must be"),
+        ({"init.gamma": math.inf}, "init.gamma=inf must be"),
+        ({"init.group_gammas": (1.0, 1.0)}, "init.group_gammas=(1.0, 1.0) must be four"),
+        ({"model.norm_eps": 0.0}, "model.norm_eps=0.0 must be"),
+        ({"model.gate": "soft"}, "one of none, headwise, elementwise"),
+        ({"data.packing": "tight"}, "one of concat, documents"),
+        ({"model.dtype": "fp32"}, "one of bfloat16, float32"),
+        ({"model.remat": True}, "one of none, dots, full"),
+        ({"optimizer.schedule": "linear"}, "one of cosine, wsd, constant"),
+        ({"optimizer.warmup_steps": 11, "train.steps": 10}, "optimizer.warmup_steps=11 is longer than the run (train.steps=10)"),
+        ({"optimizer.warmup_steps": 9, "train.steps": 10, "optimizer.schedule": "wsd"}, "overlap"),
+        ({"batch.sequences": 6, "batch.micro_batches": 4}, "batch.sequences=6 is no multiple of batch.micro_batches=4"),
+        ({"model.n_heads": 6, "model.n_kv_heads": 4}, "model.n_heads=6 is no multiple of model.n_kv_heads=4"),
+        ({"model.head_dim": 33}, "model.head_dim=33 must be an even"),
+        ({"model.n_layers": 0}, "model.n_layers=0 must be"),
+        ({"model.n_layers": True}, "model.n_layers=True must be"),
+        ({"optimizer.clip": -1.0}, "optimizer.clip=-1.0 must be"),
+        ({"optimizer.final_fraction": 1.5}, "optimizer.final_fraction=1.5 must be"),
+        ({"mesh.data": 0}, "mesh.data=0 must be"),
+        ({"mesh.data": -1, "mesh.fsdp": -1}, "only one axis may be -1"),
+        ({"seed": -1}, "seed=-1 must be"),
+    ],
+)
+def test_validate_refuses(changes, says):
+    config = load_config("lm:size=tiny").unlock()
+    validate(config)
+    for name, value in changes.items():
+        group, _, leaf = name.rpartition(".")
+        node = config[group] if group else config
+        with node.ignore_type():
+            node[leaf] = value
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        validate(config)
+
+
+def test_validate_reports_every_breach_and_what_is_missing():
+    config = to_dict(load_config("lm:size=tiny"))
+    del config["optimizer"]["clip"], config["mesh"]
+    config["seed"] = 0.5
+    with pytest.raises(ConfigError) as caught:
+        validate(ConfigDict(config))
+    for says in ("optimizer.clip is missing", "mesh.fsdp is missing", "seed=0.5"):
+        assert says in str(caught.value)
