@@ -59,6 +59,7 @@ ARGS = {
     "packing": "concat",
 }
 
+SHORT_RUN = 100  # a run of fewer steps is a trial: validating it on the whole split would take longer than training it
 WARMUP_SHARE = 375e6 / 36e9  # GPT-3's 375M tokens of warm-up within the paper's 36B
 
 
@@ -130,7 +131,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.train.steps = steps
     c.train.log_every = max(1, min(10, steps // 100))
     c.train.validate_every = 0  # steps; 0: at the end alone
-    c.train.validation_batches = 0  # per domain; 0: the whole split
+    c.train.validation_batches = 0 if steps >= SHORT_RUN else 1  # per domain; 0: the whole split
     c.train.checkpoint_every = max(1, min(1000, steps // 4))
     c.train.checkpoints_kept = 2
 

@@ -49,7 +49,7 @@ def append_jsonl(path: str | os.PathLike, row: dict[str, Any]) -> None:
     """
     line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-    with os.fdopen(fd, "r+b", buffering=0) as f:
+    with os.fdopen(fd, "r+b") as f:
         size = f.seek(0, os.SEEK_END)
         if size:
             f.seek(size - 1)

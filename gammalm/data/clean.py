@@ -56,13 +56,15 @@ def pages(entries, size: int = PAGE) -> list[str]:
 
 DROPPED = re.compile(r"<(script|style|head|noscript|footer|nav|header|aside)\b.*?</\1>|<!--.*?-->", re.DOTALL | re.IGNORECASE)
 NAVIGATION = re.compile(
-    r'<div class="(?:chlink\w*|header|nav-panel)">.*?</div>|<div class="?categorybox"?>.*?</div>|<p id="mathjaxlink".*?</p>|<p class="foot">.*?</p>'
+    r'<div class="(?:chlink\w*|header|nav-panel)">.*?</div>|<div class="?categorybox"?>.*?</div>'
+    r'|<p id="mathjaxlink".*?</p>|<p class="foot">.*?</p>'
     r'|<span hidden="true" id="MAC[^>]*>(?:<span[^>]*>[^<]*</span>|[^<])*</span>'
     r"|<a [^>]*copiable-anchor[^>]*>.*?</a>|<div class=\"ChapSects\">.*?(?=<h3)|<label\b.*?</label>",
     re.DOTALL,
 )
 BLOCK = re.compile(
-    r"</?(?:p|div|h[1-6]|ul|ol|dl|dd|dt|table|tr|pre|blockquote|section|hr|form|thead|tbody|caption|center)\b[^>]*>|<br\b[^>]*>", re.IGNORECASE
+    r"</?(?:p|div|h[1-6]|ul|ol|dl|dd|dt|table|tr|pre|blockquote|section|hr|form|thead|tbody|caption|center)\b[^>]*>|<br\b[^>]*>",
+    re.IGNORECASE,
 )
 TAG = re.compile(r"</?[a-zA-Z!?][^>]*>")
 
@@ -78,7 +80,7 @@ def from_html(page: str) -> str:
             continue
         part = re.sub(r"\s+", " ", part)
         part = re.sub(r"<li\b[^>]*>(?:\s*<p\b[^>]*>)?", "\n- ", part, flags=re.IGNORECASE)
-        part = re.sub(r"</t[dh]>\s*(?:</?p\b[^>]*>\s*)*(?=<t[dh])", "\t", part, flags=re.IGNORECASE)
+        part = re.sub(r"(?:\s*</p>)*\s*</t[dh]>\s*<t[dh]\b[^>]*>(?:\s*<p\b[^>]*>)?", "\t", part, flags=re.IGNORECASE)
         part = html.unescape(TAG.sub("", BLOCK.sub("\n", part)))
         lines = (re.sub(r"[ \xa0]+", " ", line).strip() for line in part.split("\n"))
         out.append("\n".join(line for line in lines if line and line != "-"))
@@ -86,7 +88,20 @@ def from_html(page: str) -> str:
 
 
 ROFF_TEXT = {"SH", "SS", "Sh", "Ss", "B", "I", "BR", "BI", "IR", "IB", "RB", "RI", "SM", "SB", "IP", "Ip", "TQ"}
-ROFF_CHARACTERS = {"co": "©", "bu": "•", "em": "—", "en": "–", "lq": "“", "rq": "”", "oq": "‘", "cq": "’", "aq": "'", "dq": '"', "hy": "-", "ti": "~"}
+ROFF_CHARACTERS = {
+    "co": "©",
+    "bu": "•",
+    "em": "—",
+    "en": "–",
+    "lq": "“",
+    "rq": "”",
+    "oq": "‘",
+    "cq": "’",
+    "aq": "'",
+    "dq": '"',
+    "hy": "-",
+    "ti": "~",
+}
 ROFF_ESCAPE = re.compile(
     r"\\(?:f(?:\(..|\[[^]]*\]|.)|s(?:[+-]?\d{1,2}|\[[^]]*\])|\*(?:\(..|\[[^]]*\]|.)|n[+-]?(?:\(..|\[[^]]*\]|.)|m\[[^]]*\]|[hvwlLbo]'[^']*'|\((..)|\[([^]]*)\]|(.)|$)"
 )

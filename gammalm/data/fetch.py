@@ -6,6 +6,7 @@ packages are unpacked and not installed, pip checks the hash before it looks ins
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import fnmatch
 import hashlib
@@ -18,12 +19,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
+import time
 import zipfile
 from pathlib import Path
 
 from gammalm.errors import DataError
 
-CLIENT_SECONDS = 240  # after which a client counts as hanging
+CLIENT_SECONDS = 180  # after which a client counts as hanging
 CLIENTS = {"pypi": "pip", "npm": "npm", "debian": "apt-get"}
 
 
@@ -74,18 +77,32 @@ def fetch(packages: list[Package], *, note=lambda line: None) -> dict[Package, F
     cache = cache_folder() / "packages"
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        _remove_leavings(cache)
         results = {p: Fetched(p, a) for p in packages if (a := cached(cache, p))}
         missing = [p for p in packages if p not in results]
         debian = [p for p in missing if p.registry == "debian"]
         jobs = [[p] for p in missing if p.registry != "debian"] + ([debian] if debian else [])
+        stop = threading.Event()
         with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
-            for done in concurrent.futures.as_completed([pool.submit(_fetch_job, cache, job) for job in jobs]):
-                for fetched in done.result():
-                    results[fetched.package] = fetched
-                    note(f"fetched {fetched.package.name}" if fetched.archive else f"left out {fetched.package.name}: {fetched.problem}")
+            try:
+                for done in concurrent.futures.as_completed([pool.submit(_fetch_job, cache, job, stop) for job in jobs]):
+                    for fetched in done.result():
+                        results[fetched.package] = fetched
+                        if fetched.archive:
+                            note(f"fetched {fetched.package.name}")
+            finally:
+                stop.set()  # Ctrl-C: the clients, in sessions of their own, do not hear it
     except OSError as error:
         raise DataError(f"The cache folder {cache} cannot be used ({error.strerror}). Free some room or set GAMMALM_CACHE.") from error
     return results
+
+
+def _remove_leavings(cache: Path) -> None:
+    """Delete what fetches that were killed left half done: unfinished folders older than any client may run."""
+    for folder in [*cache.glob(".fetch-*"), *cache.glob(".keep-*")]:
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > 10 * CLIENT_SECONDS:
+                shutil.rmtree(folder)
 
 
 def cached(cache: Path, package: Package) -> Path | None:
@@ -99,16 +116,16 @@ def cached(cache: Path, package: Package) -> Path | None:
     return archive if good else None
 
 
-def _fetch_job(cache: Path, packages: list[Package]) -> list[Fetched]:
+def _fetch_job(cache: Path, packages: list[Package], stop: threading.Event) -> list[Fetched]:
     """One client's packages. Debian's come together, because apt reads its whole index once per call."""
     client = CLIENTS[packages[0].registry]
     if client != "pip" and not shutil.which(client):
         return [Fetched(p, None, f"there is no {client} here") for p in packages]
     with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as folder:
         if packages[0].registry == "debian":
-            found = _debian(packages, Path(folder))
+            found = _debian(packages, Path(folder), stop)
         else:
-            found = {packages[0]: (_pypi if client == "pip" else _npm)(packages[0], Path(folder))}
+            found = {packages[0]: (_pypi if client == "pip" else _npm)(packages[0], Path(folder), stop)}
         return [_keep(cache, package, result) for package, result in found.items()]
 
 
@@ -128,38 +145,48 @@ def _keep(cache: Path, package: Package, found: "Path | str") -> Fetched:
     return Fetched(package, final / found.name)
 
 
-def _pypi(package: Package, folder: Path) -> "Path | str":
+def _pypi(package: Package, folder: Path, stop: threading.Event) -> "Path | str":
     """pip with the hash required: it is checked before pip asks a source archive for its metadata, which runs the package's setup."""
     wanted = folder / "wanted.txt"
     wanted.write_text(f"{package.name} --hash=sha256:{package.sha256}\n")
     out = folder / "out"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps", "--retries", "1"]
-    return _run([*command, "--require-hashes", "-r", str(wanted), "-d", str(out)], folder) or _single(out)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--no-deps",
+        "--retries",
+        "1",
+        "--timeout",
+        "15",
+    ]
+    return _run([*command, "--require-hashes", "-r", str(wanted), "-d", str(out)], folder, stop) or _single(out)
 
 
-def _npm(package: Package, folder: Path) -> "Path | str":
-    command = ["npm", "pack", "--silent", "--ignore-scripts", "--fetch-retries=1", package.name]
-    return _run(command, folder) or _single(folder, "*.tgz")
+def _npm(package: Package, folder: Path, stop: threading.Event) -> "Path | str":
+    command = ["npm", "pack", "--silent", "--ignore-scripts", "--fetch-retries=1", "--fetch-timeout=60000", package.name]
+    return _run(command, folder, stop) or _single(folder, "*.tgz")
 
 
-def _debian(packages: list[Package], folder: Path) -> "dict[Package, Path | str]":
+def _debian(packages: list[Package], folder: Path, stop: threading.Event) -> "dict[Package, Path | str]":
     """`apt-get download` into `folder`: no root needed, nothing installed. Names apt does not know are left out singly."""
-    names: dict[Package, str] = {}
-    found: dict[Package, Path | str] = {}
     if not shutil.which("dpkg-deb"):
-        return {p: "there is no dpkg-deb here" for p in packages}
-    for package in packages:
-        name = _versioned(package.name, folder) if package.depends else package.name
-        known = name and "Candidate:" in _output(["apt-cache", "policy", name], folder).replace("Candidate: (none)", "")
-        if known:
-            names[package] = name
-        else:
-            found[package] = "apt does not know it (where its lists are empty, `apt-get update` fills them)"
-    if names and _run(["apt-get", "download", "-qq", *names.values()], folder):
-        for name in names.values():  # together they failed: each alone, so that one does not cost the others
-            _run(["apt-get", "download", "-qq", name], folder)
-    for package, name in names.items():
-        found[package] = _single(folder, f"{name}_*.deb")
+        return dict.fromkeys(packages, "there is no dpkg-deb here")
+    names = {p: _versioned(p.name, folder) if p.depends else p.name for p in packages}
+    policy = _output(["apt-cache", "policy", *filter(None, names.values())], folder)
+    known = set(re.findall(r"^(\S+):\n(?:  .*\n)*?  Candidate: (?!\(none\))", policy, re.MULTILINE))
+    unknown = "apt does not know it (where its lists are empty, `apt-get update` fills them)"
+    found: dict[Package, Path | str] = {p: unknown for p, name in names.items() if name not in known}
+    names = {p: name for p, name in names.items() if name in known}
+    options = ["-qq", "-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=20", "-o", "Acquire::https::Timeout=20"]
+    problem = _run(["apt-get", *options, "download", *names.values()], folder, stop) if names else ""
+    for package, name in names.items():  # where one fails, apt still fetches the others
+        archive = _single(folder, f"{name}_*.deb")
+        found[package] = problem if problem and isinstance(archive, str) else archive
     return found
 
 
@@ -174,25 +201,42 @@ def _single(folder: Path, pattern: str = "*") -> "Path | str":
     return files[0] if files else "the client gave no file"
 
 
+def _environment() -> dict[str, str]:
+    """The clients' environment: in English, since their answers are read here."""
+    return os.environ | {"LC_ALL": "C.UTF-8"}
+
+
 def _output(command: list[str], folder: Path) -> str:
     try:
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False).stdout
+        return subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=60, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
 
-def _run(command: list[str], folder: Path) -> str:
+def _run(command: list[str], folder: Path, stop: threading.Event) -> str:
     """Run a client in a session of its own, so that a hanging one ends with all its children. Returns "" or the reason it failed."""
     try:
         process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            cwd=folder,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
     except OSError as error:
         return f"{command[0]} does not start ({error.strerror})"
+    deadline = time.monotonic() + CLIENT_SECONDS
     try:
-        errors = process.communicate(timeout=CLIENT_SECONDS)[1]
-    except subprocess.TimeoutExpired:
-        return f"{command[0]} gave no answer within {CLIENT_SECONDS} s"
+        while True:
+            try:
+                errors = process.communicate(timeout=0.3)[1]
+                break
+            except subprocess.TimeoutExpired:
+                if stop.is_set() or time.monotonic() > deadline:
+                    return f"{command[0]} gave no answer within {CLIENT_SECONDS} s"
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -200,7 +244,9 @@ def _run(command: list[str], folder: Path) -> str:
     if process.returncode == 0:
         return ""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    telling = next((line for line in reversed(lines) if line.lower().startswith(("error", "e:", "npm err", "npm error"))), lines[-1] if lines else "")
+    telling = next(
+        (line for line in reversed(lines) if line.lower().startswith(("error", "e:", "npm err", "npm error"))), lines[-1] if lines else ""
+    )
     client = "pip" if "pip" in command else command[0]
     return f"{client} failed with status {process.returncode} ({telling[:160]})"
 

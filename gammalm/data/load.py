@@ -23,7 +23,10 @@ PACKINGS = ("concat", "documents")
 
 
 class GroupTokens:
-    """The token stream of one group and split: its shards end to end, memory-mapped. `n_tokens` = N. Raises DataError for a damaged shard."""
+    """The token stream of one group and split: its shards end to end, memory-mapped. `n_tokens` = N.
+
+    Raises DataError for a damaged shard.
+    """
 
     def __init__(self, root, manifest: dict, group: str, split: str):
         self._shards, self._offsets, starts = [], [], [0]
@@ -76,7 +79,9 @@ def open_split(path, split: str, *, seq_len: int, packing: str, mixture: str, se
     without documents.
     """
     if split not in shards.SPLITS or packing not in PACKINGS or seq_len < 1 or batch < 1:
-        raise DataError(f"split={split!r}, packing={packing!r}, seq_len={seq_len}, batch={batch}: splits are {shards.SPLITS}, packings {PACKINGS}.")
+        raise DataError(
+            f"split={split!r}, packing={packing!r}, seq_len={seq_len}, batch={batch}: splits are {shards.SPLITS}, packings {PACKINGS}."
+        )
     manifest = shards.read_manifest(path)
     shards.check_files(path, manifest)
     streams = {g: GroupTokens(path, manifest, g, split) for g, entry in manifest["groups"].items() if entry[split]["documents"]}
@@ -129,7 +134,7 @@ class Split:
         if domain not in self._streams:
             raise DataError(f"{self.path} has no {self.split} domain {domain!r} but {', '.join(self.domains)}.")
         total = self._streams[domain].n_tokens
-        windows = self.windows[domain] if self.packing == "documents" else -(-(total - 1) // self.seq_len)
+        windows = self._validation_windows(domain)
         for begin in range(0, windows, self.batch_size):
             numbers = np.arange(begin, begin + self.batch_size)[rows or slice(None)]
             out = self._empty(len(numbers))
@@ -144,6 +149,15 @@ class Split:
                     segments = out["segments"][row]
                     weights[row] = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
             yield out | {"weights": weights}
+
+    def validation_batches(self, domain: str) -> int:
+        """How many batches `validation(domain)` yields."""
+        return -(-self._validation_windows(domain) // self.batch_size)
+
+    def _validation_windows(self, domain: str) -> int:
+        if self.packing == "documents":
+            return self.windows[domain]
+        return -(-(self._streams[domain].n_tokens - 1) // self.seq_len)  # the last one is filled up
 
     def _empty(self, rows: int) -> dict[str, np.ndarray]:
         """Batch arrays that hold nothing but padding."""

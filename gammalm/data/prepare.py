@@ -21,12 +21,13 @@ import numpy as np
 
 from gammalm.data import open_mix, readers, shards, spool, tokenizer
 from gammalm.data.fetch import fetch
-from gammalm.data.progress import Progress
 from gammalm.errors import DataError
+from gammalm.progress import Progress
 
 BUCKET_BYTES = 24 * 2**20  # of text that a worker holds at a time
 MAX_BUCKETS = 1024
 IN_PROCESS_BYTES = 8 * 2**20  # smaller corpora are prepared in this process: workers would take longer to start
+ENCODED_AT_ONCE = 2**20  # bytes of text
 SAMPLE_BYTES = 10 * 2**20  # of text the tokenizer is trained on, the same for every group as far as it goes
 SAMPLE_DOCUMENT = 16 * 2**10  # characters of one document in the sample
 WORKER_PROBLEMS = (BrokenProcessPool, MemoryError)
@@ -69,7 +70,7 @@ class Request:
             tasks = readers.file_tasks(list(self.source))
             if not limit:
                 return tasks, []
-            given = spool_shares(limit, tasks)
+            given = file_shares(limit, tasks)
             return [dataclasses.replace(t, quota=max(1, int(given[t]))) for t in tasks], []
         if self.source[0].startswith("tfds:"):
             return [readers.TfdsTask(self.source[0].removeprefix("tfds:"), limit)], []
@@ -82,13 +83,16 @@ class Request:
         return tasks, left_out
 
 
-def spool_shares(limit: int, tasks: list) -> dict:
-    """Bytes each file may give: evenly over groups, then files; a file's size on disk stands for its text."""
+def file_shares(limit: int, tasks: list) -> dict:
+    """Bytes each file may give: evenly over groups, then files, none more than its text is estimated to hold."""
     groups: dict = {}
     for task in tasks:
         groups.setdefault((task.domain, task.lang), []).append(task)
-    level = open_mix.water_level(limit, {g: sum(t.size for t in members) for g, members in groups.items()})
-    return {t: share for g, members in groups.items() for t, share in open_mix.water_level(level[g], {t: t.size for t in members}).items()}
+    level = open_mix.water_level(limit, {g: sum(t.text_size for t in members) for g, members in groups.items()})
+    given: dict = {}
+    for group, members in groups.items():
+        given |= open_mix.water_level(level[group], {t: t.text_size for t in members})
+    return given
 
 
 def prepare(request: Request, note=lambda line: None) -> dict:
@@ -167,8 +171,8 @@ def _publish(work: Path, out: Path) -> None:
 def _build(request: Request, arguments: dict, work: Path, note) -> dict:
     """Everything but publication, in folder `work`. Returns the manifest, also written to work/result."""
     tasks, left_out = request.tasks(note)
-    for entry in left_out:
-        note(f"left out: {entry['name']} ({entry['group']}): {entry['reason']}")
+    for line in left_out_lines(left_out):
+        note(line)
     spool_folder, result = work / "spool", work / "result"
     for folder in (spool_folder, work / "parts", result):
         folder.mkdir()
@@ -199,6 +203,14 @@ def _build(request: Request, arguments: dict, work: Path, note) -> dict:
     return manifest
 
 
+def left_out_lines(left_out: list[dict]) -> list[str]:
+    """One line per reason: which sources of the open mix are left out for it."""
+    reasons: dict[str, list[str]] = {}
+    for entry in left_out:
+        reasons.setdefault(entry["reason"], []).append(entry["name"])
+    return [f"left out ({reason}): {', '.join(names)}" for reason, names in reasons.items()]
+
+
 def _source_entry(task, found: spool.Spooled, duplicates: int) -> dict:
     """What the manifest says of one source."""
     source = getattr(task, "source", None)
@@ -220,18 +232,22 @@ def _pool(workers: int):
         yield lambda function, arguments: ((i, function(*a)) for i, a in enumerate(arguments))
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads of a JAX that may be running here
+    others = multiprocessing.active_children()
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context, initializer=_worker_start) as pool:
 
         def run(function, arguments):
             futures = {pool.submit(function, *a): i for i, a in enumerate(arguments)}
-            try:
-                for future in concurrent.futures.as_completed(futures):
-                    yield futures[future], future.result()
-            finally:
-                for future in futures:
-                    future.cancel()
+            for future in concurrent.futures.as_completed(futures):
+                yield futures[future], future.result()
 
-        yield run
+        try:
+            yield run
+        except BaseException:  # Ctrl-C too: what the workers still do is of no use
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                if worker not in others:
+                    worker.terminate()
+            raise
 
 
 def _worker_start():
@@ -260,7 +276,7 @@ def _read(tasks, folder: Path, buckets: int, run, quiet: bool) -> list[spool.Spo
     progress.close(f"{sum(whole.documents.values()):,} documents, {sum(whole.bytes.values()) / 1e6:.1f} MB of text")
     if not whole.documents:
         reasons = ", ".join(f"{n} {reason}" for reason, n in whole.skipped.items()) or "there are none"
-        raise DataError(f"No usable document in {', '.join(t.name for t in tasks)}: {reasons}. Text is expected under the key \"text\".")
+        raise DataError(f'No usable document in {", ".join(t.name for t in tasks)}: {reasons}. Text is expected under the key "text".')
     return found
 
 
@@ -287,7 +303,7 @@ def _encode(work: Path, result: Path, buckets: int, found, tok, run, quiet: bool
     """Encode all buckets and write the shards in their order. Returns the manifest's groups and duplicates per task."""
     whole = spool.merge(found)
     limits = spool.validation_limits(whole)
-    dtype = np.dtype(np.uint16 if tok.vocab_size <= 2**16 else np.uint32)
+    dtype = shards.token_dtype(tok.vocab_size)
     writers = {(s, g): shards.ShardWriter(result, s, g, dtype) for g in sorted(whole.documents) for s in shards.SPLITS}
     progress = Progress("encoding", sum(whole.bytes.values()) / 1e6, "MB", quiet=quiet)
     waiting, following, duplicates = {}, 0, collections.Counter()
@@ -312,6 +328,18 @@ def _encode(work: Path, result: Path, buckets: int, found, tok, run, quiet: bool
     return groups, duplicates
 
 
+def _ids(tok, records, dtype):
+    """Token ids of each record, ended by the end-of-document token; encoded in batches, since lists of Python numbers are large."""
+    batch, size = [], 0
+    for i, record in enumerate(records):
+        batch.append(record.text.decode())
+        size += len(record.text)
+        if size >= ENCODED_AT_ONCE or i == len(records) - 1:
+            for document in tok.encode(batch):
+                yield np.array([*document, tok.eod_id], dtype)
+            batch, size = [], 0
+
+
 def encode_bucket(folder: Path, bucket: int, model: Path, limits: dict, parts: Path, dtype: str) -> dict:
     """Encode one bucket's documents into part files per split and group; runs in a worker. Removes the bucket's spool files."""
     tok = tokenizer.Tokenizer.load(model)
@@ -322,7 +350,7 @@ def encode_bucket(folder: Path, bucket: int, model: Path, limits: dict, parts: P
         members.setdefault((split, record.group), []).append(record)
     found = {}
     for (split, group), records in members.items():
-        ids = [np.array([*document, tok.eod_id], dtype) for document in tok.encode([r.text.decode() for r in records])]
+        ids = list(_ids(tok, records, np.dtype(dtype)))
         stem = parts / f"{bucket:04d}-{split}-{group}"
         np.save(f"{stem}.tokens.npy", np.concatenate(ids))
         np.save(f"{stem}.lengths.npy", np.array([len(d) for d in ids], np.int64))
@@ -338,4 +366,3 @@ def encode_bucket(folder: Path, bucket: int, model: Path, limits: dict, parts: P
         "bytes": sum(len(r.text) for r in kept) + sum(len(r.text) for r in dropped),
         "duplicates": collections.Counter(r.task for r in dropped),
     }
-

@@ -13,11 +13,11 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from gammalm.data import clean
 from gammalm.errors import DataError
 from gammalm.quiet_tf import import_tensorflow
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".txt")
+COMPRESSION = 4  # of text in .jsonl.gz and .parquet, roughly
 TEXT_PART = 32 * 1024  # bytes of a .txt file after which an empty line begins a new document
 LINE_PART = 1 << 20  # a line of a .txt file longer than this many bytes is read in parts
 GROUP = re.compile(r"(?:([a-z0-9_]+)(?:-([a-z]{2,3}))?=)?(.+)", re.DOTALL)
@@ -45,6 +45,11 @@ class FileTask:
     def size(self) -> int:
         return self.path.stat().st_size
 
+    @property
+    def text_size(self) -> int:
+        """An estimate of the bytes of text it holds."""
+        return self.size * (COMPRESSION if suffix_of(self.path) in (".jsonl.gz", ".parquet") else 1)
+
     def documents(self, skipped, scratch: Path) -> Iterator[tuple[str, str]]:
         """(group, text) of each document. Raises DataError for a file that is damaged as a whole."""
         read = {".jsonl": jsonl, ".jsonl.gz": jsonl, ".parquet": parquet, ".txt": plain_text}[suffix_of(self.path)]
@@ -69,7 +74,9 @@ def file_tasks(arguments: list[str]) -> list[FileTask]:
             domain, lang, name = None, None, argument
         path = Path(name)
         if not path.exists():
-            raise DataError(f"There is no file {path}. --source takes open-mix, stdlib, tfds:NAME, or files and folders as [DOMAIN[-LANG]=]PATH.")
+            raise DataError(
+                f"There is no file {path}. --source takes open-mix, stdlib, tfds:NAME, or files and folders as [DOMAIN[-LANG]=]PATH."
+            )
         found = sorted(p for p in path.rglob("*") if p.is_file() and suffix_of(p)) if path.is_dir() else [path]
         if not found:
             raise DataError(f"The folder {path} holds no {', '.join(SUFFIXES)} file.")

@@ -24,6 +24,11 @@ SHARD_TOKENS = 16 * 2**20  # a shard is closed once it holds as many
 VERIFIED_AT_OPEN = 256 * 2**20  # bytes; a folder up to this size is hashed whole whenever it is opened, in well under a second
 
 
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest unsigned type that holds every token id."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
 class ShardWriter:
     """Collects the documents of one split and group and writes shards of bounded size into folder `root`."""
 
@@ -66,7 +71,8 @@ class ShardWriter:
         np.save(folder / f"{stem}.npy", tokens)
         np.save(folder / f"{stem}.offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
         files = {
-            kind: describe(self.root, folder / f"{stem}{suffix}") for kind, suffix in (("tokens_file", ".npy"), ("offsets_file", ".offsets.npy"))
+            kind: describe(self.root, folder / f"{stem}{suffix}")
+            for kind, suffix in (("tokens_file", ".npy"), ("offsets_file", ".offsets.npy"))
         }
         self.entry["shards"].append({"tokens": len(tokens), "documents": len(lengths), **files})
         self.entry["documents"] += len(lengths)

@@ -15,7 +15,7 @@ from pathlib import Path
 from gammalm.errors import DataError
 
 HEADER = struct.Struct("<16sIIHI")  # digest, task, number within the task, bytes of the group's name, bytes of the text
-BUFFER = 1 << 18  # bytes held per bucket before they are written
+BUFFERED = 64 << 20  # bytes held for all buckets together before they are written
 LOWEST = 5  # smallest split keys remembered per group
 VALIDATION_SHARE = 0.0075  # of all documents, by hash
 VALIDATION_DOCUMENTS = 4  # at least, per group, but never above a tenth of it (and one of at least two)
@@ -69,7 +69,7 @@ def spool(task, index: int, folder: Path, buckets: int) -> Spooled:
         bucket = int.from_bytes(digest[:4], "big") * buckets >> 32
         name = group.encode()
         held[bucket] += HEADER.pack(digest, index, number, len(name), len(data)) + name + data
-        if len(held[bucket]) >= BUFFER:
+        if len(held[bucket]) >= BUFFERED // buckets:
             flush(bucket)
         found.documents[group] += 1
         found.bytes[group] += len(data)
@@ -115,7 +115,7 @@ def validation_limits(found: Spooled) -> dict[str, int]:
 
 
 def load_bucket(folder: Path, bucket: int) -> tuple[list[Record], list[Record]]:
-    """(documents in the order of their digest, exact duplicates dropped from them). Of equal texts the first in the sources' order stays."""
+    """(documents in the order of their digest, exact duplicates dropped). Of equal texts the first in the sources' order stays."""
     records = []
     for path in sorted(folder.glob(f"{bucket:04d}-*.bin")):
         data = path.read_bytes()

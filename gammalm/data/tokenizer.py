@@ -42,7 +42,9 @@ class Tokenizer:
         self._bytes = [self._piece_bytes(i) for i in range(self.vocab_size)]
         self._byte_ids = {self._bytes[i][0]: i for i in range(self.vocab_size) if self._sp.is_byte(i)}
         if len(self._byte_ids) != 256 or self.eod_id < 0:
-            raise DataError(f"{where} lacks byte fallback or an end-of-document token, so text would not survive it. Prepare the data again.")
+            raise DataError(
+                f"{where} lacks byte fallback or an end-of-document token, so text would not survive it. Prepare the data again."
+            )
         knows_blank = BLANK in (self._sp.id_to_piece(i) for i in range(self.vocab_size))
         self._unsafe = re.compile(f"([{BLANK}]+)" if knows_blank else f"([{BLANK} ]+)")
 
@@ -68,7 +70,11 @@ class Tokenizer:
         unsafe = [i for i, t in enumerate(text) if self._unsafe.search(t)]
         if not unsafe:
             return self._sp.encode(text)
-        ids = self._sp.encode([t if i not in set(unsafe) else "" for i, t in enumerate(text)]) if len(unsafe) < len(text) else [[]] * len(text)
+        ids = (
+            self._sp.encode([t if i not in set(unsafe) else "" for i, t in enumerate(text)])
+            if len(unsafe) < len(text)
+            else [[]] * len(text)
+        )
         for i in unsafe:
             ids[i] = self._encode_unsafe(text[i])
         return ids

@@ -154,7 +154,8 @@ def by_gamma(title: str, table: Mapping[tuple[float, float], Losses], best: Mapp
     for i, rate in enumerate(rates):
         points = {g: estimate(values.values()) for (g, r), values in sorted(table.items()) if r == rate}
         grey = to_hex(colormaps["Greys"](0.45 + 0.4 * i / max(1, len(rates) - 1)))
-        look = {"color": grey if len(rates) > 1 else ACCENT, "marker": MARKERS[i % len(MARKERS)], "ms": 5, "lw": 1.2, "ls": ("-", "--", ":", "-.")[i % 4]}
+        look = {"color": grey if len(rates) > 1 else ACCENT, "ls": ("-", "--", ":", "-.")[i % 4]}
+        look |= {"marker": MARKERS[i % len(MARKERS)], "ms": 5, "lw": 1.2}
         _estimates(axes, points, look)
         handles.append(Line2D([], [], **look, label=f"rate {rate:g}"))
     if len(rates) > 1:

@@ -4,6 +4,7 @@ It can be written at any time; a grid that has not finished gives a report of wh
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -242,7 +243,7 @@ def _each(values: Sequence, say: Callable = str) -> str:
 
 
 def _fixed(value, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
+    return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
 def _speed(run: Run) -> str:

@@ -96,8 +96,9 @@ def rate_section(summary: Summary, folder: Path) -> str:
         for (group, gamma), best in summary.best.items()
     ]
     headers = ["group", "γ", "best rate", "loss", "95 % interval", "note"]
-    table = page.table(headers, rows, "The learning rate with the lowest mean loss, for each γ", text=(5,)) if rows else ""
-    return page.section("rate", "Loss against learning rate", drawn, table)
+    table = page.table(headers, rows, "The learning rate with the lowest mean loss, for each γ", left=(0, 5)) if drawn else ""
+    single = "Every group has results at one learning rate, so these losses say nothing about other rates." if rows and not drawn else ""
+    return page.section("rate", "Loss against learning rate", drawn, table, page.paragraph(single))
 
 
 def gap_section(summary: Summary, folder: Path) -> str:

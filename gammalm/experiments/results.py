@@ -8,6 +8,7 @@ The same results read the same way whatever order the cells finished in: a cell'
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from functools import cached_property
@@ -73,8 +74,9 @@ class Run:
 
     @property
     def loss(self) -> float | None:
-        """Final validation loss (nats per token); None unless the cell is done."""
-        return self.row.get("loss") if self.status == "done" else None
+        """Final validation loss (nats per token); None unless the cell is done and the loss a finite number."""
+        loss = self.row.get("loss") if self.status == "done" else None
+        return loss if loss is not None and math.isfinite(loss) else None
 
     @cached_property
     def metrics(self) -> dict[str, list[dict]]:

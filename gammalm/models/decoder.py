@@ -14,7 +14,7 @@ from flax import nnx
 from gammalm.initializers import ParamSpec
 from gammalm.models.attention import Attention
 from gammalm.models.loss import summed_loss, token_losses
-from gammalm.models.parts import RMSNorm, SwiGLU, declare, rope_angles, shard_rows
+from gammalm.models.parts import RMSNorm, SwiGLU, declare, rope_angles, shard_rows, whole_width
 
 # Modules are pytrees here; graph mode would wrap every call in its own tracing machinery.
 nnx.set_graph_mode(False)
@@ -36,12 +36,18 @@ class Block(nnx.Module):
         self.ffn_norm = RMSNorm(c.d_model)
         self.ffn = SwiGLU(c.d_model, c.d_ff, dtype)
 
-    def __call__(self, x_BTD, angles, segments_BT, eps):
+    def attend(self, x_BTD, angles, segments_BT, eps):
+        """The stream after the attention branch."""
         normed = self.attn_norm(x_BTD, eps).astype(self.dtype)
-        x_BTD += self.attn(normed, angles, segments_BT, eps).astype(x_BTD.dtype)
+        return x_BTD + self.attn(normed, angles, segments_BT, eps).astype(x_BTD.dtype)
+
+    def feed(self, x_BTD, eps):
+        """The stream after the feed-forward branch."""
         normed = self.ffn_norm(x_BTD, eps).astype(self.dtype)
-        x_BTD += self.ffn(normed).astype(x_BTD.dtype)
-        return x_BTD
+        return x_BTD + self.ffn(normed).astype(x_BTD.dtype)
+
+    def __call__(self, x_BTD, angles, segments_BT, eps):
+        return self.feed(self.attend(x_BTD, angles, segments_BT, eps), eps)
 
 
 class Head(nnx.Module):
@@ -79,7 +85,7 @@ class Decoder(nnx.Module):
 
     def embed_tokens(self, tokens_BT):
         """The residual stream's start, e in the papers: [B, T, D]."""
-        return self.embed.table[...][tokens_BT].astype(self.residual_dtype)
+        return whole_width(self.embed.table[...])[tokens_BT].astype(self.residual_dtype)
 
     def angles(self, tokens_BT, segments_BT):
         """Rotary cos and sin; positions start again at each segment."""
@@ -101,6 +107,19 @@ class Decoder(nnx.Module):
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], prevent_cse=False)
         x_BTD, _ = jax.lax.scan(layer, shard_rows(self.embed_tokens(tokens_BT)), self.layers, unroll=self.unroll)
         return self.final_norm(x_BTD, eps).astype(self.dtype)
+
+    def finite_by_layer(self, tokens_BT, segments_BT, eps):
+        """Whether the stream is finite throughout: after the embedding [], after each attention [L] and each feed-forward branch [L]."""
+        angles = self.angles(tokens_BT, segments_BT)
+
+        def layer(x_BTD, block):
+            attended = block.attend(x_BTD, angles, segments_BT, eps)
+            fed = block.feed(attended, eps)
+            return fed, (jnp.isfinite(attended).all(), jnp.isfinite(fed).all())
+
+        x_BTD = self.embed_tokens(tokens_BT)
+        _, (attended_L, fed_L) = jax.lax.scan(layer, x_BTD, self.layers)
+        return jnp.isfinite(x_BTD).all(), attended_L, fed_L
 
     def head_matrix(self):
         """The output matrix as [V, D], fp32."""

@@ -8,16 +8,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from gammalm.models.parts import softcap
+from gammalm.models.parts import BATCH_AXES, softcap
 
 
 def _chunks(x_BTD, *others_BT, chunk: int):
-    """Splits the T axis so that one chunk has about `chunk` tokens; B stays whole, so a sharded batch stays sharded."""
+    """Splits the T axis so that one chunk has about `chunk` tokens (a divisor of T, at least one token of each row); B stays whole."""
     B, T = x_BTD.shape[:2]
-    n = 1 if chunk == 0 else max(1, -(-B * T // chunk))
-    while T % n:
-        n += 1
+    wanted = 1 if chunk == 0 else min(T, -(-B * T // chunk))
+    n = next(n for n in range(wanted, T + 1) if T % n == 0)
     split = lambda a: jnp.moveaxis(a.reshape(B, n, T // n, *a.shape[2:]), 1, 0)  # noqa: E731
     return split(x_BTD), *(split(a) for a in others_BT)
 
@@ -54,8 +54,8 @@ def summed_loss(x_BTD, w_VD, targets_BT, weights_BT, cap=0.0, chunk=1024):
     return jnp.sum(losses * weights_BT)
 
 
-def _summed_loss_forward(x_BTD, w_VD, targets_BT, weights_BT, cap, chunk):
-    w = w_VD.astype(x_BTD.dtype)
+def _loss_and_gradients(x_BTD, w, targets_BT, weights_BT, *, cap, chunk):
+    """The summed loss, its fp32 gradient in w and its gradient in x."""
 
     def one(carry, args):
         total, d_w = carry
@@ -71,9 +71,34 @@ def _summed_loss_forward(x_BTD, w_VD, targets_BT, weights_BT, cap, chunk):
         d_w += jnp.einsum("bnv,bnd->vd", d_logits, x, preferred_element_type=jnp.float32)
         return (total + jnp.sum(loss * weights), d_w), d_x
 
-    start = (jnp.zeros((), jnp.float32), jnp.zeros(w_VD.shape, jnp.float32))
+    start = (jnp.zeros((), jnp.float32), jnp.zeros(w.shape, jnp.float32))
     (total, d_w), d_x = jax.lax.scan(one, start, _chunks(x_BTD, targets_BT, weights_BT, chunk=chunk))
-    return total, (jnp.moveaxis(d_x, 0, 1).reshape(x_BTD.shape), d_w.astype(w_VD.dtype))
+    return total, d_w, jnp.moveaxis(d_x, 0, 1).reshape(x_BTD.shape)
+
+
+def _each_device_its_rows(function):
+    """`function` on the rows of each device, sums taken once at the end.
+
+    Left to the compiler, every chunk would end in an all-reduce of a whole V x D gradient, and chunks would be of the global batch.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if all(mesh.shape.get(axis, 1) == 1 for axis in BATCH_AXES):
+        return function
+
+    def local(*args):
+        total, d_w, d_x = function(*args)
+        return *jax.lax.psum((total, d_w), BATCH_AXES), d_x
+
+    rows, whole = PartitionSpec(BATCH_AXES), PartitionSpec()
+    return jax.shard_map(
+        local, in_specs=(rows, whole, rows, rows), out_specs=(whole, whole, rows), axis_names=set(BATCH_AXES), check_vma=False
+    )  # fmt: skip
+
+
+def _summed_loss_forward(x_BTD, w_VD, targets_BT, weights_BT, cap, chunk):
+    each = _each_device_its_rows(functools.partial(_loss_and_gradients, cap=cap, chunk=chunk))
+    total, d_w, d_x = each(x_BTD, w_VD.astype(x_BTD.dtype), targets_BT, weights_BT)
+    return total, (d_x, d_w.astype(w_VD.dtype))
 
 
 def _summed_loss_backward(cap, chunk, saved, gradient):

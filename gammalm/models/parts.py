@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec
 
 from gammalm.initializers import ParamSpec
 
+BATCH_AXES = ("data", "fsdp")  # mesh axes that share out the rows of a batch
+
 
 def declare(shape, axes, *, fan_in=(), fan_out=(), role, residual_out=False) -> nnx.Param:
     """An fp32 parameter of zeros that carries its `ParamSpec`; values come from `gammalm.initializers.init_params`."""
@@ -23,7 +25,14 @@ def shard_rows(x_BTD):
     mesh = jax.sharding.get_abstract_mesh()
     if "data" not in mesh.axis_names:
         return x_BTD
-    return jax.lax.with_sharding_constraint(x_BTD, PartitionSpec(("data", "fsdp"), None, None))
+    return jax.lax.with_sharding_constraint(x_BTD, PartitionSpec(BATCH_AXES, None, None))
+
+
+def whole_width(table_VD):
+    """A table at full width on every device (rows still cut up): tokens are then looked up without moving activations."""
+    if "tensor" not in jax.sharding.get_abstract_mesh().axis_names:
+        return table_VD
+    return jax.lax.with_sharding_constraint(table_VD, PartitionSpec("tensor", None))
 
 
 class RMSNorm(nnx.Module):

@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -195,6 +196,14 @@ def test_wrong_specs_exit_2_and_say_why(spec, message):
 
 def test_numbers_are_slash_separated():
     assert numbers("0.5/1/1e-2", "here") == [0.5, 1.0, 0.01]
+
+
+def test_the_example_of_the_documentation_runs(tmp_path):
+    text = (Path(__file__).resolve().parents[2] / "docs/grids.md").read_text(encoding="utf-8")
+    file = tmp_path / "decay.py"
+    file.write_text(text.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    cells = load_grid(f"{file}:seeds=3").cells
+    assert len(cells) == 12 and "adjusted-gamma0.5-lr0.03-decay0.1-seed0" in names(cells)
 
 
 def test_no_jax_needed():

@@ -87,7 +87,8 @@ def expected_arm(difference):
 
 def test_what_was_run_is_on_the_page(full):
     _, page, summary = full
-    for text in ("36 of 36", "231,552", "2,457,600", "10.6", "32 × 128", "1e-12", "elementwise", "0.003, 0.01, 0.03", "paper_dense, concat"):
+    scale = ("36 of 36", "231,552", "2,457,600", "10.6", "32 × 128", "1e-12", "elementwise", "0.003, 0.01, 0.03", "paper_dense, concat")
+    for text in scale:
         assert text in page.text, text
     assert summary["scale"][0]["tokens_per_parameter"] == [2_457_600 / 231_552]
     assert "125M to 1.5B parameters" in page.text and "232k" in page.text  # far below the paper's scale, said so
@@ -164,6 +165,7 @@ def test_many_gammas_name_the_lowest_and_warn_at_the_edge(tmp_path):
     write_study(tmp_path, "grids/gamma_sweep:seeds=2", noise=0.0, curves=False)
     page, summary = report(tmp_path)
     assert "Of 11 γ's, the lowest mean is at γ=1.5" in page.text and "outermost γ" in page.text
+    assert "results at one learning rate" in page.text
     assert [d["second"] for d in summary["gaps"]] == [f"γ={g / 10:g}" for g in range(6, 16)]
 
 
@@ -237,6 +239,14 @@ def test_the_last_row_of_a_cell_counts_and_strangers_are_reported(tmp_path):
     study = read_study(tmp_path)
     assert {run.cell.name: run for run in study.runs}["plain-gamma1-lr0.03-seed0"].loss == 1.25
     assert len(study.runs) == 12 and any("of-another-grid" in notice for notice in study.notices)
+
+
+def test_a_loss_that_is_no_number_is_compared_with_nothing(tmp_path):
+    write_study(tmp_path, "grids/quickstart", curves=False)
+    append_result(tmp_path, {"cell": "plain-gamma1-lr0.03-seed0", "status": "done", "loss": float("nan")})
+    page, summary = report(tmp_path)
+    assert ("plain", 1.0, 0.03) not in {(row["group"], row["gamma"], row["rate"]) for row in summary["losses"]}
+    assert "plain-gamma1-lr0.03-seed0: done, but its validation loss" in page.text and "nan" not in page.text
 
 
 def test_steps_taken_twice_by_a_resumed_run_count_once(tmp_path):

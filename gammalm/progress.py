@@ -1,4 +1,4 @@
-"""Progress of a long preparation on stderr: what is done, how much, and how long it will still take."""
+"""Progress of long work on stderr: what is done, how much, and how long it will still take."""
 
 import sys
 import time
@@ -7,11 +7,12 @@ SECONDS_BETWEEN_LINES = {True: 0.2, False: 5.0}  # on a terminal the line is rew
 
 
 class Progress:
-    """One stage of `total` units. Call `advance` as units finish and `close` at the end; silent when `quiet`."""
+    """One stage of `total` units, `done` of them before it began. Call `advance` as units finish and `close` at the end; silent when `quiet`."""
 
-    def __init__(self, stage: str, total: float, unit: str, *, quiet: bool = False):
+    def __init__(self, stage: str, total: float, unit: str, *, done: float = 0.0, quiet: bool = False):
         self.stage, self.total, self.unit, self.quiet = stage, total, unit, quiet
-        self.done, self.start, self.last = 0.0, time.monotonic(), 0.0
+        self.before = done
+        self.done, self.start, self.last = done, time.monotonic(), 0.0
         self.terminal = sys.stderr.isatty()
 
     def advance(self, amount: float, note: str = ""):
@@ -20,8 +21,8 @@ class Progress:
         if self.quiet or now - self.last < SECONDS_BETWEEN_LINES[self.terminal]:
             return
         self.last = now
-        seconds = now - self.start
-        left = seconds * (self.total - self.done) / self.done if self.done else float("inf")
+        seconds, new = now - self.start, self.done - self.before
+        left = seconds * (self.total - self.done) / new if new else float("inf")
         eta = f", about {left:.0f} s left" if 0 <= left < 1e6 else ""
         self._write(f"{self.stage}: {self.done:.0f} of {self.total:.0f} {self.unit}{eta}{'  ' + note if note else ''}", end=False)
 

@@ -1,0 +1,44 @@
+"""`gammalm grid`: every cell of a grid, resumable, then its report."""
+
+import argparse
+import json
+from pathlib import Path
+
+from gammalm.cli.options import add_config
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "grid",
+        help="train every cell of a grid, resumable, then write its report",
+        description="Train every cell of a grid, then write the report. Interrupted, it goes on where it stopped when run again.",
+        epilog="Example: gammalm grid --config grids/quickstart --workdir runs/quickstart",
+    )
+    add_config(parser)
+    parser.add_argument("--workdir", required=True, type=Path, help="folder for the cells, results.jsonl and the report")
+    parser.add_argument("--mode", help="single: one cell after another; map or vmap: cells of one shape in one program (default: by platform)")
+    parser.add_argument("--retry-failed", action="store_true", help="train cells again that are recorded as failed")
+    parser.add_argument("--list", action="store_true", help="print the cells and end")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON lines instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    from gammalm.experiments.grid import load_grid
+
+    grid = load_grid(args.config, args.overrides)
+    if args.list:
+        for cell in grid.cells:
+            print(json.dumps({"cell": cell.name, "labels": dict(cell.labels)}) if args.json else cell.name)
+        return 0
+    from gammalm.experiments.report import print_table, write_report
+    from gammalm.experiments.runner import run_grid
+
+    rows = run_grid(grid, args.workdir, mode=args.mode, retry_failed=args.retry_failed)
+    index = write_report(args.workdir)
+    if args.json:
+        for row in rows:
+            print(json.dumps(row))
+    else:
+        print_table(rows)
+        print(f"report: {index}")
+    return 1 if any(row["status"] == "failed" for row in rows) else 0

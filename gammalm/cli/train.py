@@ -1,0 +1,47 @@
+"""`gammalm train`: one model, from its newest checkpoint or from γ-initialization, to its last step and validation."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from gammalm.cli.options import add_config, config_from
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train one model",
+        description="Train one model. A workdir that holds the same run already is taken up where it stopped.",
+        epilog="Example: gammalm train --config lm:size=tiny,gamma=1.0,steps=200 --workdir runs/tiny",
+    )
+    add_config(parser)
+    parser.add_argument("--workdir", required=True, type=Path, help="folder for checkpoints, metrics and the config")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    config = config_from(args)
+    from gammalm.models.decoder import Model
+    from gammalm.training.loop import Run, train
+    from gammalm.training.program import Programs
+
+    count = Model(config.model).parameter_count
+    tokens = config.batch.sequences * config.data.seq_len
+    print(
+        f"{count:,} parameters, {config.train.steps:,} steps of {tokens:,} tokens; gamma {config.init.gamma:g} ({config.init.preset}), "
+        f"eps {config.model.norm_eps:g}, gate {config.model.gate}",
+        file=sys.stderr,
+    )
+    (outcome,) = train([Run(config, args.workdir)], Programs())
+    result = {"workdir": str(args.workdir), "parameters": count, **vars(outcome)}
+    if args.json:
+        print(json.dumps(result))
+    elif outcome.validation:
+        v = outcome.validation
+        print(f"validation loss {v['loss']:.4f} nats per token, {v['bits_per_byte']:.4f} bits per byte, after {outcome.tokens:,} tokens")
+        for domain, row in v["domains"].items():
+            print(f"  {domain:20} {row['loss']:.4f}  {row['bits_per_byte']:.4f}")
+    if outcome.error:
+        print(f"gammalm: {args.workdir}: {outcome.error}", file=sys.stderr)
+    return 1 if outcome.error else 0

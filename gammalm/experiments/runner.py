@@ -1,0 +1,107 @@
+"""Runs a grid: every cell to its end, resumable by cell and by step, a failing cell recorded and passed over.
+
+    <workdir>/grid.json  results.jsonl (one row per finished cell)  cells/<name>/ (see training/workdir.py)  report/
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+
+from gammalm.errors import ConfigError, GammalmError
+from gammalm.experiments.grid import Cell, Grid
+from gammalm.experiments.results import append_result, read_results
+from gammalm.files import write_json_atomic
+from gammalm.models.decoder import Model
+from gammalm.training.loop import Outcome, Run, train
+from gammalm.training.program import MODES, Programs, signature
+
+CELLS_AT_ONCE = 16  # of one program: their states are in memory together
+
+
+def default_mode() -> str:
+    """How cells are trained unless told: measured, see docs/benchmarks.md. Small cells leave an accelerator idle, so they go side by side."""
+    return "single" if jax.default_backend() == "cpu" else "vmap"
+
+
+def run_grid(grid: Grid, workdir: Path, *, mode: str | None = None, retry_failed: bool = False) -> list[dict]:
+    """Trains what is not done yet and returns the rows of results.jsonl, one per cell, in the grid's order.
+
+    `mode`: see `gammalm.training.program.MODES`. Raises ConfigError when `workdir` holds another grid.
+    """
+    mode = mode or default_mode()
+    if mode not in MODES:
+        raise ConfigError(f"--mode {mode}: none of {', '.join(MODES)}.")
+    _record(grid, workdir)
+    rows, notices = read_results(workdir)
+    for notice in notices:
+        _say(notice)
+    settled = ("done",) if retry_failed else ("done", "failed")
+    todo = [cell for cell in grid.cells if rows.get(cell.name, {}).get("status") not in settled]
+    if len(todo) < len(grid.cells):
+        _say(f"{len(grid.cells) - len(todo)} of {len(grid.cells)} cells are done already")
+
+    programs, began, finished = Programs(), time.monotonic(), 0
+    for group in _groups(todo, mode):
+        number = f"{len(grid.cells) - len(todo) + finished + 1}"
+        title = f"cell {number} of {len(grid.cells)}: {group[0].name}" + (f" and {len(group) - 1} more" if len(group) > 1 else "")
+        for cell, outcome in zip(group, _train(group, workdir, programs, mode, title), strict=True):
+            rows[cell.name] = _row(cell, outcome)
+            append_result(workdir, rows[cell.name])
+            if outcome.error:
+                _say(f"cell {cell.name} failed: {outcome.error}")
+        finished += len(group)
+        left = (time.monotonic() - began) / finished * (len(todo) - finished)
+        _say(f"{len(grid.cells) - len(todo) + finished} of {len(grid.cells)} cells done, about {left / 60:.1f} minutes left")
+    return [rows[cell.name] for cell in grid.cells]
+
+
+def _record(grid: Grid, workdir: Path) -> None:
+    workdir.mkdir(parents=True, exist_ok=True)
+    file, data = workdir / "grid.json", json.loads(json.dumps(grid.to_json()))
+    if file.exists() and json.loads(file.read_text(encoding="utf-8")) != data:
+        raise ConfigError(f"{file} is of another grid, or of this one with other arguments. Choose another --workdir.")
+    write_json_atomic(file, data)
+
+
+def _groups(cells: list[Cell], mode: str) -> list[list[Cell]]:
+    """Cells that train together, in the grid's order: alone, or with others of one program."""
+    if mode == "single":
+        return [[cell] for cell in cells]
+    by_program: dict[str, list[Cell]] = {}
+    for cell in cells:
+        by_program.setdefault(signature(cell.config()), []).append(cell)
+    return [same[i : i + CELLS_AT_ONCE] for same in by_program.values() for i in range(0, len(same), CELLS_AT_ONCE)]
+
+
+def _train(group: list[Cell], workdir: Path, programs: Programs, mode: str, title: str) -> list[Outcome]:
+    """The outcomes of a group's runs; a fault of the whole group is the outcome of each."""
+    runs = [Run(cell.config(), workdir / "cells" / cell.name, cell.name) for cell in group]
+    try:
+        return train(runs, programs, mode=mode, title=title)
+    except (GammalmError, jax.errors.JaxRuntimeError) as error:
+        return [Outcome(steps=0, tokens=0, seconds=0.0, error=f"{type(error).__name__}: {error}") for _ in group]
+
+
+def _row(cell: Cell, outcome: Outcome) -> dict:
+    validation = outcome.validation or {}
+    return {
+        "cell": cell.name,
+        "status": "failed" if outcome.error else "done",
+        "labels": dict(cell.labels),
+        "loss": validation.get("loss"),
+        "bits_per_byte": validation.get("bits_per_byte"),
+        "domains": validation.get("domains", {}),
+        "train_loss": outcome.train_loss,
+        "steps": outcome.steps,
+        "tokens": outcome.tokens,
+        "parameters": Model(cell.config().model).parameter_count,
+        "seconds": outcome.seconds,
+        "error": outcome.error,
+    }
+
+
+def _say(message: str) -> None:
+    print(f"grid: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,45 @@
+"""After a non-finite step: runs it again with a check after every layer, and says where the numbers first go wrong."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gammalm.training.step import loss_and_gradients, split_batch
+
+
+def first_fault(model, params, batch, norm_eps) -> str:
+    """One sentence naming the first non-finite parameter, layer or gradient of the step that `batch` makes from `params`."""
+
+    def check(params, batch):
+        inputs, _, _, segments = split_batch(batch)
+        streams = model.bind(params).finite_by_layer(inputs, segments, norm_eps)
+        loss, gradients, _ = loss_and_gradients(model, params, batch, norm_eps, 1)
+        finite = lambda tree: jax.tree.map(_finite_by_layer, tree)  # noqa: E731
+        return finite(params), streams, jnp.isfinite(loss), finite(gradients)
+
+    parameters, (embedded, attended_L, fed_L), loss, gradients = jax.device_get(jax.jit(check)(params, batch))
+    bad = _first_bad_path(parameters)
+    if bad:
+        return f"parameter {bad} is not finite before the step"
+    if not embedded:
+        return "the embedding output is the first that is not finite"
+    for layer, (attended, fed) in enumerate(zip(attended_L, fed_L, strict=True)):
+        if not attended or not fed:
+            return f"layer {layer}'s {'feed-forward' if attended else 'attention'} branch is the first that is not finite"
+    if not loss:
+        return "every layer is finite, the loss is not"
+    bad = _first_bad_path(gradients)
+    return f"the loss is finite, the gradient of {bad} is not" if bad else "run again, the same step is finite: the device may be at fault"
+
+
+def _finite_by_layer(leaf):
+    """bool [L] for a stacked parameter, bool [1] for a vector: finite along all axes but the first."""
+    return jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(axis=1)
+
+
+def _first_bad_path(tree) -> str | None:
+    for keys, finite in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if not np.all(finite):
+            path = jax.tree_util.keystr(keys, simple=True, separator="/")
+            return f"{path} (layer {int(np.argmin(finite))})" if path.startswith("layers/") else path
+    return None

@@ -1,0 +1,270 @@
+"""The training loop: one run, or several that share a program, from their newest checkpoints to their last validation.
+
+Metrics are read a step late, so the device never waits for the host. What a run leaves behind: workdir.py. State = step: the
+batches of step n are a pure function of (seed, n), so a run that was killed goes on as if nothing had happened.
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from gammalm.data.load import open_split
+from gammalm.data.loader import Loader
+from gammalm.errors import CheckpointError, DataError
+from gammalm.models.flops import training_flops_per_token
+from gammalm.progress import Progress
+from gammalm.sharding.devices import peak_flops
+from gammalm.training.checkpoint import Checkpointer
+from gammalm.training.diagnose import first_fault
+from gammalm.training.program import Programs
+from gammalm.training.step import scalars
+from gammalm.training.workdir import Metrics, prepare
+
+TAIL = 0.05  # the share of last steps whose mean loss is reported as the training loss
+
+
+@dataclasses.dataclass
+class Run:
+    """One run to train: its config, its folder, and the name it goes by in messages."""
+
+    config: object
+    workdir: Path
+    name: str = "train"
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How one run ended. `validation`: the last validation row; `error`: what stopped it, or None."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    train_loss: float | None = None
+    validation: dict | None = None
+    error: str | None = None
+
+
+class _Lane:
+    """One run inside a group: its data, its checkpoints, its metrics."""
+
+    def __init__(self, run: Run):
+        c = run.config
+        self.run, self.config = run, c
+        self.error: str | None = None
+        how = dict(seq_len=c.data.seq_len, packing=c.data.packing, mixture=c.data.mixture, seed=c.seed)
+        self.train = open_split(c.data.path, "train", batch=c.batch.sequences, **how)
+        self.validation = open_split(c.data.path, "validation", batch=c.batch.sequences // c.batch.micro_batches, **how)
+        if self.train.vocab_size > c.model.vocab_size:
+            raise DataError(
+                f"{c.data.path}: its tokenizer has {self.train.vocab_size} tokens, config.model.vocab_size is {c.model.vocab_size}. "
+                "Give the model at least as many, or prepare the data with a smaller --vocab-size."
+            )
+
+    def tokens(self, step: int) -> int:
+        return step * self.config.batch.sequences * self.config.data.seq_len
+
+
+def train(runs: list[Run], programs: Programs, *, mode: str = "single", cell_devices: int = 1, title: str = "") -> list[Outcome]:
+    """Trains `runs`, which must share a program, to their last step; returns one Outcome each.
+
+    Raises GammalmError for what stops all of them (data, checkpoints, config); a run whose numbers go wrong ends alone.
+    """
+    lanes = [_Lane(run) for run in runs]
+    cells = None if mode == "single" else len(lanes)
+    how = dict(cells=cells, mode=mode, cell_devices=cell_devices)
+    program = programs.get(lanes[0].config, lanes[0].train.token_bytes, **how)
+    for lane in lanes:
+        prepare(lane.run.workdir, lane.config, program.model.specs)
+    checkpointers = [Checkpointer(lane.run.workdir / "checkpoints", keep=lane.config.train.checkpoints_kept) for lane in lanes]
+    try:
+        return _Group(lanes, program, checkpointers, title).run()
+    finally:
+        for checkpointer in checkpointers:
+            checkpointer.close()
+
+
+class _Group:
+    """The lanes of one program, step by step."""
+
+    def __init__(self, lanes, program, checkpointers, title):
+        self.lanes, self.program, self.checkpointers = lanes, program, checkpointers
+        self.title = title or lanes[0].run.name
+        self.config = lanes[0].config
+        self.steps = self.config.train.steps
+        self.scalars = program.scalars([scalars(lane.config) for lane in lanes])
+        self.start, self.state, self.seconds = self._restore()
+        self.metrics = [Metrics(lane.run.workdir, self.start) for lane in lanes]
+        self.last_mark = self.began = time.monotonic()
+        self.last_logged = self.start
+        self.shown, self.rate, self.waited = math.nan, 0.0, 0.0  # on the progress line
+        peak = peak_flops(program.mesh.devices.flat[0])
+        flops = training_flops_per_token(program.model, self.config.data.seq_len)
+        self.mfu_per_rate = flops / (peak * program.mesh.size) if peak else None
+
+    def _restore(self):
+        """(step, state, seconds spent before) from the newest step that every lane still has; from the beginning where there is none."""
+        found = [c.restore_latest(self.program.abstract_state) for c in self.checkpointers]
+        common = min((r[0] if r else 0) for r in found)
+        states, seconds = [], 0.0
+        for lane, checkpointer, restored in zip(self.lanes, self.checkpointers, found, strict=True):
+            if common and restored[0] != common and common not in checkpointer.steps():
+                raise CheckpointError(
+                    f"{lane.run.workdir}: its checkpoints ({checkpointer.steps()}) do not include step {common}, where the runs trained with it "
+                    "stand. Train them one at a time: --mode single."
+                )
+            if not common:
+                states.append(self.program.init(lane.config))
+                continue
+            step, state, extra = restored
+            if step != common:
+                state, extra = checkpointer.restore(common, self.program.abstract_state)
+            states.append(state)
+            seconds = max(seconds, extra["seconds"])
+            lane.error = extra["error"]
+            if extra["tokenizer"] != lane.train.tokenizer_sha256:
+                raise DataError(
+                    f"{lane.run.workdir}: its run began with another tokenizer than that of {lane.config.data.path}. Token numbers would mean "
+                    "other text: give config.data.path the folder it began with, or choose another --workdir."
+                )
+        return common, self.program.stack(states), seconds
+
+    def run(self) -> list[Outcome]:
+        try:
+            if self.start < self.steps:
+                self._train()
+            for lane, metrics in zip(self.lanes, self.metrics, strict=True):
+                if not lane.error and not _validation_at(metrics.rows(), self.steps):
+                    self._validate(self.steps)  # validates every lane that still lacks it
+                    break
+            return [self._outcome(i) for i in range(len(self.lanes))]
+        finally:
+            for metrics in self.metrics:
+                metrics.close()
+
+    def _train(self) -> None:
+        c = self.config.train
+        tokens = self.lanes[0].tokens(1) * len(self.lanes)
+        self.progress = Progress(self.title, self.steps, "steps", done=self.start)
+        loaders = [Loader(lane.train, self.start) for lane in self.lanes]
+        pending = None
+        try:
+            for step in range(self.start, self.steps):
+                batch = self.program.put([next(loader)[1] for loader in loaders])
+                self.state, metrics = self.program.step(self.state, batch, self.scalars)
+                if pending is not None:
+                    self._read(*pending, loaders, tokens)
+                pending = (step + 1, metrics)
+                if step + 1 == self.steps or (step + 1) % c.checkpoint_every == 0:
+                    self._read(*pending, loaders, tokens)
+                    pending = None
+                    self._save(step + 1)
+                if c.validate_every and (step + 1) % c.validate_every == 0:
+                    self._validate(step + 1)
+                if all(lane.error for lane in self.lanes):
+                    break
+        finally:
+            for loader in loaders:
+                loader.close()
+        self.progress.close(f"loss {self.shown:.4f}" if math.isfinite(self.shown) else "")
+
+    def _read(self, step: int, metrics, loaders, tokens: int) -> None:
+        """Fetches the metrics of a finished step, looks for faults, writes rows, moves the progress line."""
+        values = {name: np.atleast_1d(np.asarray(value)) for name, value in jax.device_get(metrics).items()}
+        for i, lane in enumerate(self.lanes):
+            if values["halted"][i] and not lane.error:
+                self._halt(i, step)
+        alive = [i for i, lane in enumerate(self.lanes) if not lane.error]
+        self.shown = float(np.mean(values["loss"][alive])) if alive else math.nan
+        now = time.monotonic()
+        if step % self.config.train.log_every and step != self.steps:
+            self.progress.advance(1, self._note())
+            return
+        elapsed, self.last_mark = max(now - self.last_mark, 1e-9), now
+        self.rate = tokens * (step - self.last_logged) / elapsed
+        self.last_logged = step
+        self.waited = sum(loader.take_waited() for loader in loaders) / elapsed
+        for i in alive:
+            self.metrics[i].write("train", step, {
+                "tokens": self.lanes[i].tokens(step),
+                "loss": float(values["loss"][i]),
+                "learning_rate": float(values["learning_rate"][i]),
+                "grad_norm": float(values["grad_norm"][i]),
+                "tokens_per_s": round(self.rate / len(self.lanes), 1),
+                "data_wait": round(self.waited, 4),
+                "mfu": self._mfu(),
+            })  # fmt: skip
+        self.progress.advance(1, self._note())
+
+    def _note(self) -> str:
+        mfu = "unknown" if self._mfu() is None else f"{self._mfu():.1%}"
+        return f"loss {self.shown:.4f}, {self.rate:,.0f} tokens/s, data wait {self.waited:.1%}, MFU {mfu}"
+
+    def _mfu(self) -> float | None:
+        """Model FLOP/s over the devices' peak (convention: models/flops.py); None where the peak is not known."""
+        return None if self.mfu_per_rate is None else round(self.rate * self.mfu_per_rate, 4)
+
+    def _halt(self, i: int, step: int) -> None:
+        """Ends lane `i`, whose numbers went wrong in `step`; its state is that before the step."""
+        lane = self.lanes[i]
+        params = self.program.pick(self.state, i)["params"]
+        fault = first_fault(self.program.model, params, lane.train.batch(step - 1), lane.config.model.norm_eps)
+        lane.error = f"step {step}: loss or gradient is not finite: {fault}. Parameters were left as before the step."
+        self.metrics[i].write("halted", step, {"error": lane.error})
+
+    def _save(self, step: int) -> None:
+        seconds = round(self.seconds + time.monotonic() - self.began, 3)
+        for i, checkpointer in enumerate(self.checkpointers):
+            if step > max(checkpointer.steps(), default=-1):
+                extra = {"seconds": seconds, "error": self.lanes[i].error, "tokenizer": self.lanes[i].train.tokenizer_sha256}
+                checkpointer.save(step, self.program.pick(self.state, i), extra)
+
+    def _validate(self, step: int) -> None:
+        """One row per lane: token-weighted loss over the whole validation split, by domain and over all."""
+        limit = self.config.train.validation_batches
+        split = self.lanes[0].validation
+        tables: list[dict] = [{} for _ in self.lanes]
+        batches = {domain: min(split.validation_batches(domain), limit or 10**9) for domain in split.domains}
+        progress = Progress("validation", sum(batches.values()), "batches")
+        for domain, count in batches.items():
+            sums = [dict.fromkeys(("nats", "tokens", "bytes"), 0.0) for _ in self.lanes]
+            for batch in itertools.islice(split.validation(domain), count):
+                batch = self.program.put([batch] * len(self.lanes))
+                found = jax.device_get(self.program.validate(self.state["params"], batch, self.scalars["norm_eps"]))
+                for i, total in enumerate(sums):
+                    for name in total:
+                        total[name] += float(np.atleast_1d(found[name])[i])
+                progress.advance(1, domain)
+            for i, total in enumerate(sums):
+                tables[i][domain] = total
+        for lane, metrics, table in zip(self.lanes, self.metrics, tables, strict=True):
+            if lane.error or _validation_at(metrics.rows(), step):
+                continue
+            whole = {name: sum(row[name] for row in table.values()) for name in ("nats", "tokens", "bytes")}
+            rows = {domain: {**_losses(row), "tokens": int(row["tokens"])} for domain, row in table.items()}
+            metrics.write("validation", step, {"tokens": lane.tokens(step), **_losses(whole), "domains": rows})
+
+    def _outcome(self, i: int) -> Outcome:
+        lane, rows = self.lanes[i], self.metrics[i].rows()
+        tail = [row["loss"] for row in rows if row["kind"] == "train" and row["step"] > (1 - TAIL) * self.steps]
+        step = max((row["step"] for row in rows if row["kind"] == "train"), default=0)
+        return Outcome(
+            steps=step, tokens=lane.tokens(step), seconds=round(self.seconds + time.monotonic() - self.began, 1),
+            train_loss=float(np.mean(tail)) if tail else None, validation=_validation_at(rows, self.steps), error=lane.error,
+        )  # fmt: skip
+
+
+def _losses(total: dict) -> dict:
+    """Mean loss in nats per token and bits per byte of text."""
+    return {
+        "loss": total["nats"] / max(total["tokens"], 1),
+        "bits_per_byte": total["nats"] / math.log(2) / max(total["bytes"], 1),
+    }
+
+
+def _validation_at(rows: list[dict], step: int) -> dict | None:
+    return next((row for row in rows if row["kind"] == "validation" and row["step"] == step), None)

@@ -1,0 +1,96 @@
+"""What a run keeps in its folder beside checkpoints: its config, the versions it ran with, its metrics.
+
+    <workdir>/config.json  versions.json  init_table.json  metrics.jsonl  checkpoints/  tensorboard/
+"""
+
+import functools
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+
+import jax
+
+import gammalm
+from gammalm.config import from_json, leaves, to_json
+from gammalm.errors import ConfigError
+from gammalm.files import append_jsonl, read_jsonl, write_json_atomic, write_text_atomic
+from gammalm.initializers import init_table
+from gammalm.quiet_tf import import_tensorflow
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+# Leaves that may change when a run goes on: they decide what is said and kept, not what is computed.
+MAY_CHANGE = (
+    "data.path", "train.log_every", "train.validate_every", "train.checkpoint_every", "train.checkpoints_kept",
+    "mesh.data", "mesh.fsdp", "mesh.tensor",
+)  # fmt: skip
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """What a result depends on beside its config: packages, Python, the device kind and count, the commit of a checkout."""
+    found = {"gammalm": gammalm.__version__, "commit": _commit(), "python": platform.python_version()}
+    found |= {name: importlib.metadata.version(name) for name in PACKAGES}
+    device = jax.devices()[0]
+    return found | {"platform": device.platform, "device": device.device_kind, "devices": str(jax.device_count())}
+
+
+def _commit() -> str:
+    """Short commit hash with + for local changes; "none" outside a checkout of gammalm's own."""
+    root = Path(gammalm.__file__).parents[1]
+    if not (root / ".git").exists():
+        return "none"
+    try:
+        git = functools.partial(subprocess.run, cwd=root, capture_output=True, text=True, timeout=10)
+        commit = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
+        changed = git(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return "none"
+    return f"{commit}{'+' if changed else ''}" if commit else "none"
+
+
+def prepare(workdir: Path, config, specs) -> None:
+    """Makes the folder and records config, versions and init table. Raises ConfigError if another config's run is in it."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    saved = workdir / "config.json"
+    if saved.exists():
+        before, now = leaves(from_json(saved)), leaves(config)
+        differing = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
+        if differing:
+            pairs = ", ".join(f"{name} {before.get(name)!r} -> {now[name]!r}" for name in differing[:5])
+            raise ConfigError(f"{workdir} holds a run with another config ({pairs}). Choose another --workdir, or the same config.")
+    to_json(config, saved)
+    write_json_atomic(workdir / "versions.json", versions())
+    c = config.model
+    write_json_atomic(workdir / "init_table.json", init_table(specs, config.init, d_model=c.d_model, n_layers=c.n_layers))
+
+
+class Metrics:
+    """metrics.jsonl and TensorBoard of one run. Rows past `step`, which a killed run left, are dropped: those steps run again."""
+
+    def __init__(self, workdir: Path, step: int):
+        import_tensorflow()
+        from clu import metric_writers
+
+        self._file = workdir / "metrics.jsonl"
+        rows = read_jsonl(self._file)
+        kept = [row for row in rows if row["step"] <= step]
+        if len(kept) < len(rows):
+            write_text_atomic(self._file, "")
+            for row in kept:
+                append_jsonl(self._file, row)
+        self._board = metric_writers.SummaryWriter(str(workdir / "tensorboard"))
+
+    def write(self, kind: str, step: int, values: dict) -> None:
+        """Adds one row; numbers go to TensorBoard as `kind/name` too."""
+        append_jsonl(self._file, {"kind": kind, "step": step, **values})
+        numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        numbers |= {f"{kind}/{domain}": row["loss"] for domain, row in values.get("domains", {}).items()}
+        self._board.write_scalars(step, numbers)
+
+    def rows(self) -> list[dict]:
+        return read_jsonl(self._file)
+
+    def close(self) -> None:
+        self._board.close()

@@ -1,0 +1,81 @@
+"""What the compiled program holds: no B·T·V fp32 array, less memory under remat, the same numbers whatever the options.
+
+Shapes: L=8 layers, B=4 sequences, T=64 tokens, V=512.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gammalm.models.decoder import Model
+from gammalm.training.step import loss_and_gradients
+
+from .reference import random_params, small_config
+
+B, T, V = 4, 64, 512
+OPTIONS = {
+    "none": dict(remat="none"),
+    "dots": dict(remat="dots"),
+    "full": dict(remat="full"),
+    "full, unrolled": dict(remat="full", scan_unroll=8),
+    "all logits": dict(remat="none", loss_chunk=0),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Function: name in OPTIONS -> (compiled loss and gradients, their values)."""
+    made = {}
+    batch = {"tokens": np.random.default_rng(0).integers(0, V, (B, T + 1)).astype(np.int32)}
+
+    def build(name):
+        if name not in made:
+            c = small_config(vocab_size=V, n_layers=8, data__seq_len=T, **({"loss_chunk": 32} | OPTIONS[name]))
+            model = Model(c.model)
+            params = jax.tree.map(jnp.asarray, random_params(model.specs))
+            program = jax.jit(lambda p, b: loss_and_gradients(model, p, b, 1e-5, 1)).lower(params, batch).compile()
+            made[name] = program, program(params, batch)
+        return made[name]
+
+    return build
+
+
+def temporary(program) -> int:
+    return program.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "none"])
+def test_options_change_no_number(compiled, name):
+    """Relative 1e-5 of each gradient's norm: sums in another order, in fp32."""
+    loss, gradients, _ = compiled(name)[1]
+    expected_loss, expected, _ = compiled("none")[1]
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    for ours, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(ours - theirs) < 1e-5 * np.linalg.norm(theirs)
+
+
+def test_remat_saves_memory(compiled):
+    """Full remat keeps one [B, T, D] per layer instead of some twenty arrays of that size; dots lies between."""
+    none, dots, full = (temporary(compiled(name)[0]) for name in ("none", "dots", "full"))
+    assert full < 0.5 * none
+    assert full < dots < none
+
+
+def test_unrolling_every_layer_does_not_lose_remat(compiled):
+    """Without its loop the backward pass lies beside the forward pass, and common subexpressions would be merged: remat undone."""
+    assert temporary(compiled("full, unrolled")[0]) < 0.5 * temporary(compiled("none")[0])
+
+
+def largest_array(program) -> int:
+    """Elements of the largest array of any type in the compiled program."""
+    shapes = re.findall(r"\b(?:f32|bf16|f16|s32|pred)\[([\d,]+)\]", program.as_text())
+    return max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
+
+
+def test_all_logits_never_exist(compiled):
+    """The program whose chunk is the whole batch shows that such an array would be seen."""
+    assert largest_array(compiled("all logits")[0]) >= B * T * V
+    assert largest_array(compiled("none")[0]) < B * T * V / 2
