@@ -7,7 +7,7 @@ SECONDS_BETWEEN_LINES = {True: 0.2, False: 5.0}  # on a terminal the line is rew
 
 
 class Progress:
-    """One stage of `total` units, `done` of them before it began. Call `advance` as units finish and `close` at the end; silent when `quiet`."""
+    """One stage of `total` units, `done` of them before it began: `advance` as units finish, `close` at the end; silent when `quiet`."""
 
     def __init__(self, stage: str, total: float, unit: str, *, done: float = 0.0, quiet: bool = False):
         self.stage, self.total, self.unit, self.quiet = stage, total, unit, quiet

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from gammalm.cli.options import add_config
+from gammalm.errors import ConfigError
 
 
 def add_parser(subparsers) -> None:
@@ -15,8 +16,8 @@ def add_parser(subparsers) -> None:
         epilog="Example: gammalm grid --config grids/quickstart --workdir runs/quickstart",
     )
     add_config(parser)
-    parser.add_argument("--workdir", required=True, type=Path, help="folder for the cells, results.jsonl and the report")
-    parser.add_argument("--mode", help="single: one cell after another; map or vmap: cells of one shape in one program (default: by platform)")
+    parser.add_argument("--workdir", type=Path, help="folder for the cells, results.jsonl and the report")
+    parser.add_argument("--mode", help="single: one cell after another; map, vmap: cells of one shape in one program")
     parser.add_argument("--retry-failed", action="store_true", help="train cells again that are recorded as failed")
     parser.add_argument("--list", action="store_true", help="print the cells and end")
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines instead of a table")
@@ -30,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
         for cell in grid.cells:
             print(json.dumps({"cell": cell.name, "labels": dict(cell.labels)}) if args.json else cell.name)
         return 0
+    if args.workdir is None:
+        raise ConfigError("gammalm grid needs --workdir W, the folder for its cells and report (or --list).")
     from gammalm.experiments.report import print_table, write_report
     from gammalm.experiments.runner import run_grid
 

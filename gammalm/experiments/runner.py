@@ -22,7 +22,7 @@ CELLS_AT_ONCE = 16  # of one program: their states are in memory together
 
 
 def default_mode() -> str:
-    """How cells are trained unless told: measured, see docs/benchmarks.md. Small cells leave an accelerator idle, so they go side by side."""
+    """How cells are trained unless told: on CPU measured (docs/benchmarks.md); on an accelerator a small cell alone leaves the chip idle."""
     return "single" if jax.default_backend() == "cpu" else "vmap"
 
 

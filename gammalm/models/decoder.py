@@ -80,6 +80,8 @@ class Decoder(nnx.Module):
         self.residual_dtype = jnp.dtype(c.residual_dtype)
         self.remat = c.remat
         self.unroll = c.scan_unroll
+        # Layers outside a loop share its program with their backward pass, where merging equal expressions would undo remat.
+        self.outside_loop = c.n_layers <= c.scan_unroll or c.n_layers % c.scan_unroll > 0
         self.softcap = c.logit_softcap
         self.loss_chunk = c.loss_chunk
 
@@ -104,7 +106,7 @@ class Decoder(nnx.Module):
             return shard_rows(block(x_BTD, angles, segments_BT, eps)), None
 
         if self.remat != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], prevent_cse=False)
+            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], prevent_cse=self.outside_loop)
         x_BTD, _ = jax.lax.scan(layer, shard_rows(self.embed_tokens(tokens_BT)), self.layers, unroll=self.unroll)
         return self.final_norm(x_BTD, eps).astype(self.dtype)
 

@@ -114,8 +114,8 @@ class _Group:
         for lane, checkpointer, restored in zip(self.lanes, self.checkpointers, found, strict=True):
             if common and restored[0] != common and common not in checkpointer.steps():
                 raise CheckpointError(
-                    f"{lane.run.workdir}: its checkpoints ({checkpointer.steps()}) do not include step {common}, where the runs trained with it "
-                    "stand. Train them one at a time: --mode single."
+                    f"{lane.run.workdir}: its checkpoints ({checkpointer.steps()}) do not include step {common}, where the runs trained "
+                    "with it stand. Train them one at a time: --mode single."
                 )
             if not common:
                 states.append(self.program.init(lane.config))
@@ -128,8 +128,8 @@ class _Group:
             lane.error = extra["error"]
             if extra["tokenizer"] != lane.train.tokenizer_sha256:
                 raise DataError(
-                    f"{lane.run.workdir}: its run began with another tokenizer than that of {lane.config.data.path}. Token numbers would mean "
-                    "other text: give config.data.path the folder it began with, or choose another --workdir."
+                    f"{lane.run.workdir}: its run began with another tokenizer than that of {lane.config.data.path}. Token numbers would "
+                    "mean other text: give config.data.path the folder it began with, or choose another --workdir."
                 )
         return common, self.program.stack(states), seconds
 

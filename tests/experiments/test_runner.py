@@ -15,7 +15,7 @@ from gammalm.training.program import Program
 
 SMALL = {
     "model.d_model": 16, "model.n_heads": 2, "model.n_kv_heads": 2, "model.head_dim": 8, "model.d_ff": 32, "model.dtype": "float32",
-    "model.residual_dtype": "float32", "train.checkpoint_every": 2, "train.log_every": 1,
+    "model.residual_dtype": "float32", "train.checkpoint_every": 2, "train.log_every": 1, "train.validation_batches": 0,
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """What the compiled program holds: no B·T·V fp32 array, less memory under remat, the same numbers whatever the options.
 
-Shapes: L=8 layers, B=4 sequences, T=64 tokens, V=512.
+Shapes: L=8 layers, B=4 sequences, T=64 tokens, V=1024.
 """
 
 import re
@@ -15,12 +15,13 @@ from gammalm.training.step import loss_and_gradients
 
 from .reference import random_params, small_config
 
-B, T, V = 4, 64, 512
+B, T, V = 4, 64, 1024
 OPTIONS = {
     "none": dict(remat="none"),
     "dots": dict(remat="dots"),
     "full": dict(remat="full"),
     "full, unrolled": dict(remat="full", scan_unroll=8),
+    "full, ragged": dict(remat="full", scan_unroll=5),
     "all logits": dict(remat="none", loss_chunk=0),
 }
 
@@ -64,9 +65,10 @@ def test_remat_saves_memory(compiled):
     assert full < dots < none
 
 
-def test_unrolling_every_layer_does_not_lose_remat(compiled):
-    """Without its loop the backward pass lies beside the forward pass, and common subexpressions would be merged: remat undone."""
-    assert temporary(compiled("full, unrolled")[0]) < 0.5 * temporary(compiled("none")[0])
+@pytest.mark.parametrize("name", ["full, unrolled", "full, ragged"])
+def test_unrolling_does_not_lose_remat(compiled, name):
+    """Layers outside a loop lie beside their backward pass, where equal expressions would be merged and remat undone."""
+    assert temporary(compiled(name)[0]) < 0.6 * temporary(compiled("none")[0])
 
 
 def largest_array(program) -> int:

@@ -27,8 +27,9 @@ TINY = "lm:size=tiny,vocab=608,seq_len=32,batch=8,lr=1e-2,packing=documents,mixt
 
 def config(corpus, steps=6, **overrides):
     base = {
-        "model.d_model": 16, "model.n_heads": 2, "model.n_kv_heads": 1, "model.head_dim": 8, "model.d_ff": 32, "model.dtype": "float32", "model.residual_dtype": "float32",
-        "data.path": str(corpus[0]), "batch.micro_batches": 2, "train.checkpoint_every": 2, "train.log_every": 1, "mesh.data": -1,
+        "model.d_model": 16, "model.n_heads": 2, "model.n_kv_heads": 1, "model.head_dim": 8, "model.d_ff": 32,
+        "model.dtype": "float32", "model.residual_dtype": "float32",
+        "data.path": str(corpus[0]), "batch.micro_batches": 2, "train.checkpoint_every": 2, "train.log_every": 1, "train.validation_batches": 0, "mesh.data": -1,
         "mesh.fsdp": 1,
     }  # fmt: skip
     return validate(load_config(f"{TINY},steps={steps}", list((base | overrides).items())))
@@ -43,9 +44,14 @@ def programs():
     return made
 
 
-def parameters(workdir, c, programs, corpus):
+def program_of(c, programs):
+    """The compiled program that `train` uses for this config."""
     split = open_split(c.data.path, "train", seq_len=32, packing="documents", mixture="natural", seed=0, batch=8)
-    program = programs.get(c, split.token_bytes, cells=None, mode="single", cell_devices=1)
+    return programs.get(c, split.token_bytes, cells=None, mode="single", cell_devices=1)
+
+
+def parameters(workdir, c, programs):
+    program = program_of(c, programs)
     with Checkpointer(workdir / "checkpoints") as checkpointer:
         step, state, _ = checkpointer.restore_latest(program.abstract_state)
     return step, jax.tree.map(np.asarray, state)
@@ -57,7 +63,7 @@ def whole(corpus, programs, tmp_path_factory):
     c = config(corpus)
     workdir = tmp_path_factory.mktemp("whole")
     (outcome,) = train([Run(c, workdir)], programs)
-    return workdir, outcome, parameters(workdir, c, programs, corpus)
+    return workdir, outcome, parameters(workdir, c, programs)
 
 
 def equal(a, b):
@@ -72,14 +78,12 @@ def test_interrupted_twice_ends_bit_for_bit_alike(corpus, programs, whole, tmp_p
         pass
 
     for stop in (3, 5):  # between checkpoints: the steps after the last one are lost and run again
-        made = programs.get(c, open_split(c.data.path, "train", seq_len=32, packing="documents", mixture="natural", seed=0, batch=8).token_bytes,
-                            cells=None, mode="single", cell_devices=1)  # fmt: skip
-        original, seen = Program.step, []
+        made = program_of(c, programs)
+        original = Program.step
 
         def step(self, state, batch, scalars):
             if int(state["step"]) == stop:  # noqa: B023
                 raise Stop
-            seen.append(1)  # noqa: B023
             return original(self, state, batch, scalars)  # noqa: B023
 
         made.step = step.__get__(made)
@@ -87,7 +91,7 @@ def test_interrupted_twice_ends_bit_for_bit_alike(corpus, programs, whole, tmp_p
             train([Run(c, tmp_path)], programs)
         del made.step
     (outcome,) = train([Run(c, tmp_path)], programs)
-    step, state = parameters(tmp_path, c, programs, corpus)
+    step, state = parameters(tmp_path, c, programs)
     assert step == 6 and equal(state, whole[2][1])
     assert outcome.validation == whole[1].validation and outcome.train_loss == whole[1].train_loss
     rows = [(row["kind"], row["step"]) for row in read_jsonl(tmp_path / "metrics.jsonl")]
@@ -109,7 +113,7 @@ def test_damaged_newest_checkpoint_falls_back_aloud(corpus, programs, whole, tmp
     (outcome,) = train([Run(c, tmp_path / "run")], programs)
     said = capsys.readouterr().err
     assert "step 6 is damaged" in said and "using step 4" in said
-    step, state = parameters(tmp_path / "run", c, programs, corpus)
+    step, state = parameters(tmp_path / "run", c, programs)
     assert step == 6 and equal(state, whole[2][1])
     assert outcome.validation == whole[1].validation
 
@@ -124,7 +128,7 @@ def test_validation_is_the_token_weighted_mean_over_the_split(corpus, programs, 
     """Against all logits in float64, one validation sequence at a time."""
     c = config(corpus)
     split = open_split(c.data.path, "validation", seq_len=32, packing="documents", mixture="natural", seed=0, batch=1)
-    program = programs.get(c, split.token_bytes, cells=None, mode="single", cell_devices=1)
+    program = program_of(c, programs)
     model = program.model.bind(jax.tree.map(jax.numpy.asarray, whole[2][1]["params"]))
     logits = jax.jit(lambda tokens, segments: model.logits(tokens, segments, 1e-12))
     nats = tokens = size = 0.0
@@ -145,7 +149,7 @@ def test_non_finite_step_stops_and_names_the_layer(corpus, programs, tmp_path):
     """A weight that overflows in layer 1's feed-forward branch, written into the checkpoint of step 2."""
     c = config(corpus, steps=4)
     train([Run(config(corpus, steps=4), tmp_path)], programs)
-    step, state = parameters(tmp_path, c, programs, corpus)
+    step, state = parameters(tmp_path, c, programs)
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "metrics.jsonl").unlink()
     params = jax.tree.map(np.array, state["params"])
