@@ -1,9 +1,10 @@
-"""Dense γ language models: the four sizes of the paper, a 16-head 1.5B for comparison with other trainers, and `tiny`.
+"""Dense γ language models: the four sizes of the paper, a 16-head 1.5B for comparison with other trainers, and
+`tiny` and `nano` for CPUs.
 
     --config lm:size=125m,gamma=1.0,eps=1e-12,gate=elementwise,batch=8,steps=1000
 
 Every argument has a type and a default (`ARGS`); every leaf of the config changes something. Source: GPT-3's sizes with
-RMSNorm, SwiGLU and RoPE (seed 4.1, 4.3); widths, warm-up and decay reconstructed (docs/science.md, section 9).
+RMSNorm, SwiGLU and RoPE (the paper, sections 4.1 and 4.3); widths, warm-up and decay reconstructed (docs/science.md, section 9).
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ class Size:
 
 
 SIZES = {
+    "nano": Size(2, 48, 2, 24, 128, 112, 128, 4096, 1e-2, vocab_size=1024, total_tokens=2e6),
     "tiny": Size(2, 64, 2, 32, 176, 160, 128, 4096, 1e-2, vocab_size=2048, total_tokens=6e6),
     "125m": Size(12, 768, 12, 64, 2048, 1792, 2048, 2**19, 6e-4),
     "350m": Size(24, 1024, 16, 64, 2752, 2416, 2048, 2**19, 3e-4),
@@ -92,7 +94,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.logit_softcap = 0.0  # 0: none
     c.model.dtype = "bfloat16"  # of matrix products; norms, softmax and loss are fp32 always
     c.model.residual_dtype = "bfloat16"
-    c.model.remat = "full" if args.size != "tiny" else "none"  # none | dots | full
+    c.model.remat = "none" if args.size in ("nano", "tiny") else "full"  # none | dots | full
     c.model.scan_unroll = 1  # layers compiled side by side per scan step
     c.model.loss_chunk = 1024  # tokens whose logits exist at one time; 0: all
 

@@ -40,7 +40,7 @@ gammalm=.venv/bin/gammalm
 
 phase "1/3 environment .venv, with $python" launch/env.sh .venv "$python"
 phase "2/3 text: fetch the open mix, train a tokenizer, write token shards into data/open-mix" \
-    "$gammalm" data prepare --source open-mix --vocab-size 2048 --max-mb 60 --out data/open-mix
+    "$gammalm" data prepare --source open-mix --vocab-size 1024 --max-mb 60 --out data/open-mix
 phase "3/3 train the quickstart grid in runs/quickstart, then write its report" \
     "$gammalm" grid --config grids/quickstart --workdir runs/quickstart
 

@@ -1,16 +1,16 @@
 """The γ grid of `launch/quickstart.sh`: initialization rate × peak learning rate × {plain, adjusted} × seeds, on a model small
 enough to be trained on two CPU cores while one waits.
 
-    gammalm grid --config grids/quickstart:seeds=2,steps=600 --workdir W
+    gammalm grid --config grids/quickstart:seeds=2,steps=1000 --workdir W
 
 Arms (docs/science.md, sections 2 and 3): `plain` has the norm constant ε = 1e-5 and no gate; `adjusted` has ε = 1e-12 and an
 elementwise gate, with the FFN narrowed so that the parameter counts agree.
 
-Why these numbers. `tiny` has 0.23M parameters (0.13M of them the tied embedding of 2,048 tokens) and sees 600 × 32 × 128 = 2.5M
-tokens: 10.6 tokens per parameter, half of what is usually taken as compute-optimal (20; `steps=1200` gives 21). Much less would
-compare how runs start, not what they learn: a 1.3M-parameter model on as many tokens has 1.8 per parameter. The learning rate is an
-axis because each γ has a best rate of its own, so a comparison at one rate alone can favour either. Warm-up takes 1/15 of the steps:
-the models' own share would be six steps here, too few for the highest rate.
+Why these numbers. `nano` has 0.10M parameters (half of them the tied embedding of 1,024 tokens) and sees 500 × 32 × 128 = 2.0M
+tokens: 20 tokens per parameter, what is usually taken as compute-optimal. A wider model would fit the time only on fewer tokens, and
+so compare how runs start, not what they learn. The learning rate is an axis because each γ has a best rate of its own, so a
+comparison at one rate alone can favour either. Warm-up takes 1/15 of the steps: the models' own share would be five steps here, too
+few for the highest rate.
 """
 
 from gammalm.config import typed_args
@@ -23,11 +23,11 @@ ARGS = {
     "gammas": "0.5/1",
     "lrs": "0.003/0.01/0.03",
     "seeds": 1,
-    "size": "tiny",
-    "steps": 600,
+    "size": "nano",
+    "steps": 500,
     "batch": 32,  # sequences per step
     "seq_len": 128,
-    "vocab": 2048,
+    "vocab": 1024,
     "data": "data/open-mix",
     "mixture": "paper_dense",
 }

@@ -19,7 +19,11 @@ EXAMPLE_INSPECT = """examples:
 
 def add_parser(subparsers) -> None:
     """Register `data` with its two actions."""
-    parser = subparsers.add_parser("data", help="prepare a corpus: tokenizer and token shards; look into one")
+    parser = subparsers.add_parser(
+        "data",
+        help="prepare a corpus: tokenizer and token shards; look into one",
+        epilog="Example: gammalm data prepare --source open-mix --max-mb 60",
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="prepare|inspect")
 
     prepare = actions.add_parser(

@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
         v = outcome.validation
         print(f"validation loss {v['loss']:.4f} nats per token, {v['bits_per_byte']:.4f} bits per byte, after {outcome.tokens:,} tokens")
         for domain, row in v["domains"].items():
-            print(f"  {domain:20} {row['loss']:.4f}  {row['bits_per_byte']:.4f}")
+            epochs = f", seen {v['epochs'][domain]:.2f} times" if domain in v["epochs"] else ""
+            print(f"  {domain:20} {row['loss']:.4f}  {row['bits_per_byte']:.4f}{epochs}")
     if outcome.error:
         print(f"gammalm: {args.workdir}: {outcome.error}", file=sys.stderr)
     return 1 if outcome.error else 0

@@ -4,6 +4,8 @@
 """
 
 import json
+import math
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -22,7 +24,7 @@ CELLS_AT_ONCE = 16  # of one program: their states are in memory together
 
 
 def default_mode() -> str:
-    """How cells are trained unless told: on CPU measured (docs/benchmarks.md); on an accelerator a small cell alone leaves the chip idle."""
+    """How cells are trained unless told: on CPU measured (docs/benchmarks.md); on an accelerator one small cell leaves the chip idle."""
     return "single" if jax.default_backend() == "cpu" else "vmap"
 
 
@@ -42,6 +44,10 @@ def run_grid(grid: Grid, workdir: Path, *, mode: str | None = None, retry_failed
     todo = [cell for cell in grid.cells if rows.get(cell.name, {}).get("status") not in settled]
     if len(todo) < len(grid.cells):
         _say(f"{len(grid.cells) - len(todo)} of {len(grid.cells)} cells are done already")
+
+    for cell in todo:
+        if rows.get(cell.name, {}).get("status") == "failed":  # its last checkpoint is of a halted state
+            shutil.rmtree(workdir / "cells" / cell.name / "checkpoints", ignore_errors=True)
 
     programs, began, finished = Programs(), time.monotonic(), 0
     for group in _groups(todo, mode):
@@ -80,9 +86,16 @@ def _train(group: list[Cell], workdir: Path, programs: Programs, mode: str, titl
     """The outcomes of a group's runs; a fault of the whole group is the outcome of each."""
     runs = [Run(cell.config(), workdir / "cells" / cell.name, cell.name) for cell in group]
     try:
-        return train(runs, programs, mode=mode, title=title)
+        return train(runs, programs, mode=mode, cell_devices=_cell_devices(runs, mode), title=title)
     except (GammalmError, jax.errors.JaxRuntimeError) as error:
         return [Outcome(steps=0, tokens=0, seconds=0.0, error=f"{type(error).__name__}: {error}") for _ in group]
+
+
+def _cell_devices(runs: list[Run], mode: str) -> int:
+    """Devices that share the cells out between them: as many as divide both, unless the config's mesh takes all devices itself."""
+    if mode == "single" or runs[0].config.mesh.data != -1:
+        return 1
+    return math.gcd(len(runs), jax.device_count() // (runs[0].config.mesh.fsdp * runs[0].config.mesh.tensor))
 
 
 def _row(cell: Cell, outcome: Outcome) -> dict:

@@ -4,27 +4,27 @@ Peaks are dense bf16 FLOP/s per device as JAX counts devices, from the makers' d
 """
 
 import functools
+import re
 from pathlib import Path
 
 import jax
 
-# Part of `device_kind`, lower case -> peak dense bf16 FLOP/s. The first match counts.
+# Whole words of `device_kind`, lower case, as a pattern -> peak dense bf16 FLOP/s. The first match counts.
 PEAK_FLOPS = {
-    "v5 lite": 197e12,
-    "v5e": 197e12,
-    "v6 lite": 918e12,
-    "v6e": 918e12,
-    "v5p": 459e12,
-    "tpu v5": 459e12,
-    "tpu v4": 275e12,
-    "tpu v3": 61.5e12,  # one core; a chip has two
-    "h200": 989e12,
+    "tpu v5 lite$|tpu v5e$": 197e12,
+    "tpu v6 lite$|tpu v6e$": 918e12,
+    "tpu v5p?$": 459e12,
+    "tpu v4$": 275e12,
+    "tpu v3$": 61.5e12,  # one core; a chip has two
+    "g?h200": 989e12,
     "h100 pcie": 756e12,
+    "h100 nvl": 835e12,
     "h100": 989e12,
     "a100": 312e12,
     "l40s": 362e12,
     "l4": 121e12,
     "t4": 65e12,  # fp16
+    "v100-pcie": 112e12,  # fp16
     "v100": 125e12,  # fp16
 }
 
@@ -32,7 +32,7 @@ PEAK_FLOPS = {
 def peak_flops(device) -> float | None:
     """Peak FLOP/s of one device, or None where it is not known (every CPU)."""
     kind = device.device_kind.lower()
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in kind), None)
+    return next((peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b(?:{name})\b", kind)), None)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import numpy as np
 
 from gammalm.data.load import open_split
 from gammalm.data.loader import Loader
-from gammalm.errors import CheckpointError, DataError
+from gammalm.errors import CheckpointError, DataError, TrainingError
 from gammalm.models.flops import training_flops_per_token
 from gammalm.progress import Progress
 from gammalm.sharding.devices import peak_flops
@@ -83,6 +83,13 @@ def train(runs: list[Run], programs: Programs, *, mode: str = "single", cell_dev
     checkpointers = [Checkpointer(lane.run.workdir / "checkpoints", keep=lane.config.train.checkpoints_kept) for lane in lanes]
     try:
         return _Group(lanes, program, checkpointers, title).run()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise TrainingError(
+            f"{lanes[0].run.name}: the device has too little memory ({' '.join(str(error).split())[:200]}). More batch.micro_batches, "
+            "model.remat=full, a smaller model.loss_chunk or a larger mesh.fsdp need less."
+        ) from error
     finally:
         for checkpointer in checkpointers:
             checkpointer.close()
@@ -246,7 +253,8 @@ class _Group:
                 continue
             whole = {name: sum(row[name] for row in table.values()) for name in ("nats", "tokens", "bytes")}
             rows = {domain: {**_losses(row), "tokens": int(row["tokens"])} for domain, row in table.items()}
-            metrics.write("validation", step, {"tokens": lane.tokens(step), **_losses(whole), "domains": rows})
+            epochs = {domain: round(times, 4) for domain, times in lane.train.epochs(step).items()}
+            metrics.write("validation", step, {"tokens": lane.tokens(step), **_losses(whole), "domains": rows, "epochs": epochs})
 
     def _outcome(self, i: int) -> Outcome:
         lane, rows = self.lanes[i], self.metrics[i].rows()

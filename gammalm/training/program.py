@@ -9,6 +9,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gammalm.config import leaves
@@ -19,11 +20,7 @@ from gammalm.training.step import SCALARS, init_state, make_step, make_validatio
 
 MODES = ("single", "map", "vmap")  # one run after another | one program that walks over its cells | one that batches them
 
-# Leaves that no compiled function reads: they differ freely between the cells of one program.
-FREE = (
-    "seed", "data.path", "data.mixture", "train.log_every", "train.validate_every", "train.validation_batches", "train.checkpoint_every",
-    "train.checkpoints_kept", *SCALARS,
-)  # fmt: skip
+FREE = ("seed", "train.checkpoints_kept", *SCALARS)  # besides init.*: what may differ between runs that train side by side
 
 
 def signature(config) -> str:
@@ -67,11 +64,15 @@ class Program:
         self._stack = jax.jit(lambda states: jax.tree.map(lambda *a: jnp.stack(a), *states), out_shardings=state)
         self._pick = jax.jit(lambda state, i: jax.tree.map(lambda a: a[i], state), out_shardings=one)
         self._one = one
+        self._init = {}
 
     def init(self, config):
-        """A fresh state of one run, each shard made where it lives."""
+        """A fresh state of one run, each shard made where it lives. Runs that differ in the seed alone share the compiled draw."""
+        rules = json.dumps(config.init.to_dict())
+        if rules not in self._init:
+            self._init[rules] = jax.jit(lambda seed: init_state(self.model, config, seed), out_shardings=self._one)
         with jax.set_mesh(self.mesh):
-            return jax.jit(lambda seed: init_state(self.model, config, seed), out_shardings=self._one)(config.seed)
+            return self._init[rules](np.uint32(config.seed))
 
     def stack(self, states):
         """The states of all cells as one with a leading cell axis; a single run's state stays as it is."""
@@ -89,7 +90,7 @@ class Program:
 
     def put(self, batches: list[dict]):
         """The cells' host batches as one device batch."""
-        batch = batches[0] if self.cells is None else jax.tree.map(lambda *a: jnp.stack(a), *batches)
+        batch = batches[0] if self.cells is None else jax.tree.map(lambda *a: np.stack(a), *batches)
         return jax.device_put(batch, self.batch_sharding)
 
     def scalars(self, each: list[dict]):

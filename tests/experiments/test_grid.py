@@ -129,7 +129,7 @@ def test_quickstart_cells():
         plain = cell.labels["arm"] == "plain"
         assert (config.model.norm_eps, config.model.gate) == ((1e-5, "none") if plain else (1e-12, "elementwise"))
         assert (config.init.gamma, config.optimizer.learning_rate) == (cell.labels["gamma"], cell.labels["lr"])
-        assert (config.train.steps, config.batch.sequences, config.data.seq_len, config.optimizer.warmup_steps) == (600, 32, 128, 40)
+        assert (config.train.steps, config.batch.sequences, config.data.seq_len, config.optimizer.warmup_steps) == (500, 32, 128, 33)
 
 
 def test_every_quickstart_argument_changes_its_cells():

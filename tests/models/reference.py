@@ -15,8 +15,9 @@ SMALL = {
 
 
 def small_config(spec="lm:size=tiny,vocab=50,seq_len=12,batch=2,steps=10,gate=none", **changes):
-    """A config of a few thousand parameters in fp32, GQA, H·K = D; `changes` name leaves of `config.model` or, with `__`, of any group."""
-    named = {name.replace("__", ".") if "__" in name else f"model.{name}": value for name, value in changes.items()}
+    """A config of a few thousand parameters in fp32, GQA, H·K = D; `changes` name leaves of `config.model`, or group__leaf, or seed."""
+    dotted = {name: name.replace("__", ".") if "__" in name or name == "seed" else f"model.{name}" for name in changes}
+    named = {dotted[name]: value for name, value in changes.items()}
     return load_config(spec, list((SMALL | named).items()))
 
 

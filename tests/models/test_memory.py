@@ -65,6 +65,7 @@ def test_remat_saves_memory(compiled):
     assert full < dots < none
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA:CPU ignores what keeps expressions apart before JAX 0.12")
 @pytest.mark.parametrize("name", ["full, unrolled", "full, ragged"])
 def test_unrolling_does_not_lose_remat(compiled, name):
     """Layers outside a loop lie beside their backward pass, where equal expressions would be merged and remat undone."""

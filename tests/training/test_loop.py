@@ -29,7 +29,8 @@ def config(corpus, steps=6, **overrides):
     base = {
         "model.d_model": 16, "model.n_heads": 2, "model.n_kv_heads": 1, "model.head_dim": 8, "model.d_ff": 32,
         "model.dtype": "float32", "model.residual_dtype": "float32",
-        "data.path": str(corpus[0]), "batch.micro_batches": 2, "train.checkpoint_every": 2, "train.log_every": 1, "train.validation_batches": 0, "mesh.data": -1,
+        "data.path": str(corpus[0]), "batch.micro_batches": 2, "train.checkpoint_every": 2, "train.log_every": 1,
+        "train.validation_batches": 0, "mesh.data": -1,
         "mesh.fsdp": 1,
     }  # fmt: skip
     return validate(load_config(f"{TINY},steps={steps}", list((base | overrides).items())))

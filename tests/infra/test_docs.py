@@ -1,0 +1,213 @@
+"""The documents say what is so: commands parse with the real command line and their configs hold, files, names and sections exist."""
+
+import ast
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from gammalm.cli.main import COMMANDS, build_parser, main
+from gammalm.cli.options import split_overrides
+from gammalm.config import leaves, load_config, validate
+from gammalm.data.mixture import group_weights
+from gammalm.errors import ConfigError
+from gammalm.experiments.grid import load_grid
+
+REPO = Path(__file__).resolve().parents[2]
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+OPEN_MIX = {f"{domain}-{lang}": 1 for domain in ("web", "encyclopaedia", "code") for lang in ("en", "zh")} | {"math-en": 1}
+ENVIRONMENT = re.compile(r"([A-Z_]+=\S+ )+")
+
+
+def code_lines(page: Path) -> list[str]:
+    """Lines of code: inside fences, and those that four blanks set apart."""
+    lines, fenced = [], False
+    for line in page.read_text("utf-8").splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            lines.append(line.strip())
+    assert not fenced, f"{page.name}: a fence is not closed"
+    return lines
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Words of each command; a remark beside it (after two blanks) is cut off, `[--json]` counts as given."""
+    found = []
+    for line in code_lines(page):
+        line = re.sub(r"\[(--[a-z-]+)\]", r"\1", re.split(r"\s{2,}", ENVIRONMENT.sub("", line, count=1))[0])
+        if re.match(r"(gammalm|(\./)?launch/[a-z_]+\.sh)( |$)", line):
+            found.append(shlex.split(line))
+    return found
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+ALL = [pytest.param(page, words, id=f"{page.name}: {shlex.join(words)[:100]}") for page in PAGES for words in commands(page)]
+
+
+def test_commands_are_found():
+    """The two commands and every subcommand are shown in the README; nothing below checks an empty list."""
+    shown = [words[:2] for words in commands(REPO / "README.md")]
+    assert {words[1] for words in shown if words[0] == "gammalm"} == set(COMMANDS)
+    assert [["./launch/quickstart.sh"], ["./launch/test.sh"]] == shown[:2]
+    assert len(ALL) > 30
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """Works in a folder with the config files that a page writes out: each says its name, `where="decay.py"`."""
+
+    def write(page: Path) -> None:
+        for block in python_blocks(page):
+            name = re.search(r'where="(\w+\.py)"', block)
+            if name:
+                (tmp_path / name[1]).write_text(block)
+
+    monkeypatch.chdir(tmp_path)
+    return write
+
+
+@pytest.mark.parametrize("page, words", ALL)
+def test_a_command_can_be_run(page, words, beside):
+    """It parses, its overrides name leaves, its config holds, its presets and rules decide, its mixture is one."""
+    program, *argv = words
+    if program != "gammalm":
+        check_script(program, argv)
+        return
+    assert argv[0] in COMMANDS or argv[0] in ("--help", "--version")
+    overrides, rest = split_overrides(argv)
+    if "--help" in rest:
+        with pytest.raises(SystemExit) as ended:
+            build_parser(rest[0]).parse_args(rest)
+        assert ended.value.code == 0
+        return
+    args = build_parser(rest[0]).parse_args(rest)  # SystemExit for an unknown option or a missing one
+    if not hasattr(args, "config"):
+        assert not overrides
+        return
+    beside(page)
+    file = args.config.partition(":")[0]
+    if file.endswith(".py") and not file.startswith("configs/") and not Path(file).exists():
+        return  # the reader's own file: its name is an example
+    if args.command == "grid":
+        load_grid(args.config, overrides)
+        return
+    config = validate(load_config(args.config, overrides))
+    check_init(config)
+    if config.data.path == "data/open-mix":
+        group_weights(config.data.mixture, OPEN_MIX)
+
+
+def check_script(program: str, argv: list[str]) -> None:
+    script = REPO / program
+    assert script.stat().st_mode & 0o111
+    text = script.read_text("utf-8")
+    for word in argv:
+        if word.startswith("--"):
+            assert re.search(rf"^[^#\n]*{word}\b.*\)$", text, re.MULTILINE), f"{program} knows no {word}"
+        elif "/" in word:
+            assert (REPO / word).exists()
+
+
+def check_init(config) -> None:
+    from gammalm.initializers import init_table
+    from gammalm.models.decoder import param_specs
+
+    m = config.model
+    assert init_table(param_specs(m), config.init, d_model=m.d_model, n_layers=m.n_layers)
+
+
+def test_a_command_that_cannot_be_run_is_seen(beside):
+    page = REPO / "README.md"
+    for bad in (["--config", "lm:size=tiny,gamma=-1"], ["--config", "lm", "--config.seeed=1"], ["--config", "lm:size=200m"]):
+        with pytest.raises(ConfigError):
+            test_a_command_can_be_run(page, ["gammalm", "train", "--workdir", "w", *bad], beside)
+    with pytest.raises(SystemExit):
+        test_a_command_can_be_run(page, ["gammalm", "train", "--config", "lm", "--wrokdir", "w"], beside)
+    with pytest.raises(ConfigError):
+        rule = "--config.init.rules=('nothing=zeros',)"
+        test_a_command_can_be_run(page, ["gammalm", "inspect", "--config", "lm:size=tiny", rule], beside)
+    with pytest.raises(AssertionError):
+        check_script("launch/test.sh", ["--fulll"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_refusal_is_shown_as_it_is(page, tmp_path, monkeypatch, capsys):
+    """A session, `$ gammalm …` with what it prints: the very message, before anything is written."""
+    monkeypatch.chdir(tmp_path)
+    lines = code_lines(page)
+    for command, printed in zip(lines, lines[1:], strict=False):
+        if command.startswith("$ gammalm "):
+            assert main(shlex.split(command)[2:]) == 2
+            assert capsys.readouterr().err == printed + "\n"
+            assert not list(tmp_path.iterdir())
+
+
+def test_links_and_files_exist():
+    """Relative links of every page, and each path of the repository that pages or the code's own texts name."""
+    missing = []
+    named = re.compile(r"(?<![\w./~-])(?:gammalm|configs|launch|tests|docs|benchmarks|notebooks)/[\w./-]*\w\.(?:py|md|sh|png|txt)\b")
+    pages = [*PAGES, REPO / "CHANGELOG.md", REPO / "notebooks" / "README.md"]
+    for page in pages:
+        text = page.read_text("utf-8")
+        links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+        missing += [f"{page.name}: {link}" for link in links if not (page.parent / link).exists()]
+    for page in [*pages, *(REPO / "gammalm").rglob("*.py"), *(REPO / "configs").rglob("*.py")]:
+        paths = set(named.findall(page.read_text("utf-8")))
+        missing += [f"{page.relative_to(REPO)}: {path}" for path in sorted(paths) if not (REPO / path).exists()]
+    assert missing == []
+
+
+def test_the_index_lists_every_page():
+    links = re.findall(r"\]\((\w+\.md)\)", (REPO / "docs/index.md").read_text("utf-8"))
+    assert sorted(links) == sorted(page.name for page in PAGES[1:] if page.name != "index.md")
+
+
+def test_sections_that_the_code_cites_exist():
+    sections = set(re.findall(r"^## (\d+)\.", (REPO / "docs/science.md").read_text("utf-8"), re.MULTILINE))
+    cited = re.compile(r"science(?:\.md)?,? (?:sections? )?(\d+)(?:\.\d)?(?: and (\d+))?")
+    numbers = set()
+    for folder in ("gammalm", "configs", "docs"):
+        for file in (REPO / folder).rglob("*.*"):
+            if file.suffix in (".py", ".md"):
+                numbers |= {n for pair in cited.findall(file.read_text("utf-8")) for n in pair if n}
+    assert {"1", "2", "3", "5", "9"} <= numbers <= sections
+
+
+def test_values_of_the_config_are_named_right():
+    known = leaves(load_config("lm"))
+    groups = "|".join(sorted({name.partition(".")[0] for name in known if "." in name}))
+    for page in PAGES:
+        for name in re.findall(rf"`(?:--config\.)?((?:{groups})\.[a-z_0-9]+)\b(?!\.|\()", page.read_text("utf-8")):
+            assert name in known, f"{page.name}: {name}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
+def test_python_compiles_and_its_imports_exist(page):
+    for block in python_blocks(page):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "gammalm":
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), f"{page.name}: {ast.unparse(node)}"
+
+
+def test_the_five_lines_of_the_readme():
+    """Run as they stand, they give the std that they promise: 1/256, within four standard errors."""
+    (block,) = python_blocks(REPO / "README.md")
+    names: dict = {}
+    exec(compile(block, "README.md", "exec"), names)
+    for weights, count in ((names["layer"].kernel, 256 * 384), (names["table"].embedding, 1000 * 256)):
+        assert weights[...].size == count
+        assert float(weights[...].std()) == pytest.approx(1 / 256, rel=4 / (2 * count) ** 0.5)
+
+
+def test_the_version_is_in_the_changelog():
+    import gammalm
+
+    newest = re.search(r"^## \[([^\]]+)\]", (REPO / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert newest[1] == gammalm.__version__

@@ -1,0 +1,105 @@
+"""The mesh from the config and where parameters go on it; every misfit is a ConfigError that names the dimension."""
+
+import math
+from types import SimpleNamespace
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from gammalm.config import load_config
+from gammalm.errors import ConfigError
+from gammalm.models.decoder import param_specs
+from gammalm.sharding.devices import peak_flops
+from gammalm.sharding.mesh import AXES, check_batch, make_mesh, mesh_shape, parameter_shardings
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "shape"),
+    [
+        (dict(data=-1, fsdp=1, tensor=1), 8, (1, 8, 1, 1)),
+        (dict(data=2, fsdp=-1, tensor=2), 8, (1, 2, 2, 2)),
+        (dict(data=-1, fsdp=2, tensor=1, cell=4), 8, (4, 1, 2, 1)),
+        (dict(data=1, fsdp=1, tensor=1), 1, (1, 1, 1, 1)),
+    ],
+)
+def test_shape(sizes, devices, shape):
+    assert mesh_shape(sizes, devices) == shape
+    mesh = make_mesh(sizes, jax.devices()[:devices])
+    assert tuple(mesh.shape[axis] for axis in AXES) == shape
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(data=-1, fsdp=3, tensor=1), r"fsdp=3.*does not divide 8 devices"),
+        (dict(data=2, fsdp=2, tensor=1), r"data=2, fsdp=2, tensor=1 needs 4 devices and there are 8"),
+        (dict(data=16, fsdp=1, tensor=1), r"needs 16 devices and there are 8"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_devices(sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_mesh(sizes)
+
+
+def specs(**changes):
+    c = load_config("lm:size=tiny", [(f"model.{name}", value) for name, value in changes.items()])
+    return param_specs(c.model)
+
+
+def test_parameters_are_cut_along_the_table():
+    mesh = make_mesh(dict(data=2, fsdp=2, tensor=2))
+    found = parameter_shardings(specs(tie_embeddings=False, qk_norm=True), mesh)
+    assert found["embed"]["table"].spec == PartitionSpec("tensor", "fsdp")
+    assert found["head"]["kernel"].spec == PartitionSpec("fsdp", "tensor")
+    assert found["layers"]["attn"]["q"].spec == PartitionSpec(None, "fsdp", "tensor", None)
+    assert found["layers"]["attn"]["out"].spec == PartitionSpec(None, "tensor", None, "fsdp")
+    assert found["layers"]["attn"]["q_norm"]["gain"].spec == PartitionSpec(None, None)
+    assert found["layers"]["ffn"]["down"].spec == PartitionSpec(None, "tensor", "fsdp")
+    assert found["layers"]["ffn_norm"]["gain"].spec == PartitionSpec(None, "fsdp")
+
+
+def test_sizes_of_the_paper_fit_common_meshes():
+    """Each device of an abstract 16 x 4 mesh holds 1/64 of every matrix of the 1.5B model."""
+    specs = param_specs(load_config("lm:size=1.5b").model)
+    for path, spec in specs.items():
+        pieces = math.prod({"embed": 16, "vocab": 4, "heads": 4, "kv_heads": 4, "ffn": 4}.get(axis, 1) for axis in spec.axes)
+        assert pieces == (16 if spec.role == "norm" else 64), path
+    parameter_shardings(specs, AbstractMesh((1, 1, 16, 4), AXES))  # raises nothing: every size divides
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "message"),
+    [
+        (dict(data=1, fsdp=1, tensor=8), dict(n_heads=8, n_kv_heads=8, d_ff=180), r"layers/ffn/.* has ffn=180, which tensor=8 does not divide"),
+        (dict(data=1, fsdp=8, tensor=1), dict(d_model=60), r"embed=60, which fsdp=8"),
+        (dict(data=4, fsdp=1, tensor=2), dict(n_kv_heads=1), r"layers/attn/[kv] has kv_heads=1, which tensor=2"),
+        (dict(data=4, fsdp=1, tensor=2), dict(vocab_size=501), r"embed/table has vocab=501, which tensor=2"),
+    ],
+)
+def test_a_dimension_the_mesh_does_not_divide(sizes, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        parameter_shardings(specs(**changes), make_mesh(sizes))
+
+
+def test_a_batch_the_mesh_does_not_divide():
+    mesh = make_mesh(dict(data=2, fsdp=2, tensor=2))
+    check_batch(16, 4, mesh)
+    with pytest.raises(ConfigError, match=r"6 sequences in 1 micro-batches are 6 rows each, which data x fsdp = 4"):
+        check_batch(6, 1, mesh)
+    with pytest.raises(ConfigError, match=r"8 sequences in 4 micro-batches.*multiple of 16"):
+        check_batch(8, 4, mesh)
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835e12), ("NVIDIA GH200 480GB", 989e12), ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12), ("Tesla T4", 65e12), ("TPU v4", 275e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12),
+        ("TPU v5p", 459e12), ("TPU v6 lite", 918e12), ("cpu", None), ("NVIDIA L40", None), ("NVIDIA A10", None), ("TPU v4 lite", None),
+    ],
+)  # fmt: skip
+def test_peak_of_a_device_by_its_name(kind, peak):
+    """As JAX names devices. A card that is not in the table is unknown, never taken for one with a similar name."""
+    assert peak_flops(SimpleNamespace(device_kind=kind)) == peak

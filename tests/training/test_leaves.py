@@ -1,0 +1,183 @@
+"""Every leaf of the config changes something that can be seen: no knob without a wire.
+
+For each leaf another value, and what shows it: the program of a training step, where arrays lie, the drawn parameters, the traced
+scalars, what is asked of the data, or what a run leaves behind. A leaf without an entry fails the last test.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gammalm.config import apply_overrides, leaves, load_config
+from gammalm.initializers import init_params
+from gammalm.models.decoder import Model
+from gammalm.training import loop
+from gammalm.training.program import Program, Programs
+from gammalm.training.step import init_state, make_step, scalars
+
+SMALL = [("model.d_model", 16), ("model.n_heads", 2), ("model.n_kv_heads", 2), ("model.head_dim", 6), ("model.d_ff", 24), ("model.loss_chunk", 16),
+         ("model.dtype", "float32")]  # fmt: skip
+SPEC = "lm:size=tiny,vocab=32,seq_len=8,batch=8,steps=4"
+
+
+def config(changes=()):
+    return load_config(SPEC, [*SMALL, *changes])
+
+
+def step_program(c):
+    """The traced step, with the shapes of its arguments; nothing is compiled."""
+    model = Model(c.model)
+    tokens = jax.ShapeDtypeStruct((c.batch.sequences, c.data.seq_len + 1), jnp.int32)
+    batch = {"tokens": tokens} | ({"segments": tokens} if c.data.packing == "documents" else {})
+    state = jax.eval_shape(lambda: init_state(model, c, 0))
+    return str(jax.make_jaxpr(make_step(model, c))(state, batch, scalars(c)))
+
+
+def drawn(c):
+    """Numbers of two parameters: one that starts the stream, one that writes into it."""
+    specs = {path: spec for path, spec in Model(c.model).specs.items() if path in ("embed/table", "layers/attn/out")}
+    tree = init_params(specs, c.init, c.seed, d_model=c.model.d_model, n_layers=c.model.n_layers)
+    return str([np.asarray(leaf).tolist() for leaf in jax.tree.leaves(tree)])
+
+
+def placed(c):
+    p = Program(c, np.zeros(c.model.vocab_size, np.int32))
+    return str([leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(p.abstract_state)] + [p.mesh.shape])
+
+
+def traced_scalars(c):
+    return str(scalars(c))
+
+
+class Split:
+    """Stands for prepared data: the one thing here that is not the real one (tests/data shows that it heeds what it is asked)."""
+
+    vocab_size, token_bytes, tokenizer_sha256, domains = 32, np.ones(32, np.int32), "same", ["web-en"]
+    asked: list = []
+
+    def __init__(self, path, split, **how):
+        self.asked.append((path, split, sorted(how.items())))
+        self.shape = (how["batch"], how["seq_len"] + 1)
+
+    def batch(self, step, rows=None):
+        return {"tokens": np.random.default_rng(step).integers(0, 32, self.shape).astype(np.int32)}
+
+    def validation(self, domain):
+        for step in range(3):
+            yield self.batch(step) | {"weights": np.ones((self.shape[0], self.shape[1] - 1), np.float32)}
+
+    def validation_batches(self, domain):
+        return 3
+
+    def epochs(self, step):
+        return {"web-en": float(step)}
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return Programs()
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """Config -> what is asked of the data."""
+    monkeypatch.setattr(loop, "open_split", Split)
+
+    def ask(c):
+        monkeypatch.setattr(Split, "asked", [])
+        loop._Lane(loop.Run(c, tmp_path))
+        return str(Split.asked)
+
+    return ask
+
+
+@pytest.fixture
+def left_behind(monkeypatch, tmp_path, programs):
+    """Config -> rows of metrics (without times) and checkpoints of a whole run."""
+    monkeypatch.setattr(loop, "open_split", Split)
+    timed = ("tokens_per_s", "data_wait", "mfu")
+
+    def run(c):
+        workdir = tmp_path / str(len(list(tmp_path.iterdir())))
+        loop.train([loop.Run(c, workdir)], programs)
+        rows = [{k: v for k, v in row.items() if k not in timed} for row in loop.Metrics(workdir, 99).rows()]
+        return str(rows) + str(sorted(path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()))
+
+    return run
+
+
+# Leaf -> (other value, changes under which it is read at all, what shows it).
+WIRED = {
+    "seed": (1, (), drawn),
+    "model.vocab_size": (40, (), step_program),
+    "model.d_model": (24, (), step_program),
+    "model.n_layers": (3, (), step_program),
+    "model.n_heads": (4, (), step_program),
+    "model.n_kv_heads": (1, (), step_program),
+    "model.head_dim": (8, (), step_program),
+    "model.d_ff": (32, (), step_program),
+    "model.norm_eps": (1e-3, (), traced_scalars),
+    "model.gate": ("headwise", (), step_program),
+    "model.tie_embeddings": (False, (), step_program),
+    "model.rope_theta": (5e5, (), step_program),
+    "model.qk_norm": (True, (), step_program),
+    "model.logit_softcap": (30.0, (), step_program),
+    "model.dtype": ("bfloat16", (), step_program),
+    "model.residual_dtype": ("float32", (), step_program),
+    "model.remat": ("full", (), step_program),
+    "model.scan_unroll": (2, (), step_program),
+    "model.loss_chunk": (64, (), step_program),
+    "init.preset": ("xavier_normal", (), drawn),
+    "init.gamma": (0.5, (), drawn),
+    "init.group_gammas": ((1.0, 1.0, 0.5, 1.0), [("init.preset", "groups")], drawn),
+    "init.depth_scale": (True, (), drawn),
+    "init.truncate": (2.0, (), drawn),
+    "init.rules": (("out=zeros",), (), drawn),
+    "data.path": ("elsewhere", (), "asked"),
+    "data.mixture": ("natural", (), "asked"),
+    "data.packing": ("documents", (), "asked"),
+    "data.seq_len": (16, (), "asked"),
+    "batch.sequences": (16, (), "asked"),
+    "batch.micro_batches": (2, (), step_program),
+    "optimizer.learning_rate": (1.0, (), traced_scalars),
+    "optimizer.b1": (0.5, (), step_program),
+    "optimizer.b2": (0.5, (), step_program),
+    "optimizer.eps": (1e-3, (), step_program),
+    "optimizer.weight_decay": (1.0, (), traced_scalars),
+    "optimizer.no_decay": (("norm", "embed"), (), step_program),
+    "optimizer.clip": (3.0, (), step_program),
+    "optimizer.schedule": ("wsd", (), step_program),
+    "optimizer.warmup_steps": (2, (), step_program),
+    "optimizer.final_fraction": (0.5, (), step_program),
+    "optimizer.cooldown_share": (0.75, [("optimizer.schedule", "wsd")], step_program),
+    "train.steps": (5, (), step_program),
+    "train.log_every": (3, (), "left_behind"),
+    "train.validate_every": (2, (), "left_behind"),
+    "train.validation_batches": (2, (), "left_behind"),
+    "train.checkpoint_every": (2, [("train.checkpoints_kept", 9)], "left_behind"),
+    "train.checkpoints_kept": (1, (), "left_behind"),
+    "mesh.data": (1, [("mesh.data", 2), ("mesh.tensor", -1), ("model.n_heads", 8), ("model.n_kv_heads", 8)], placed),
+    "mesh.fsdp": (2, (), placed),
+    "mesh.tensor": (2, (), placed),
+}
+
+
+@pytest.mark.parametrize("leaf", WIRED)
+def test_leaf_changes_something(leaf, request):
+    value, context, shows = WIRED[leaf]
+    show = request.getfixturevalue(shows) if isinstance(shows, str) else shows
+    before = config(context)
+    after = apply_overrides(before, [(leaf, value)])
+    assert leaves(before)[leaf] != leaves(after)[leaf], "the test changes nothing"
+    assert show(before) != show(after)
+
+
+@pytest.mark.parametrize("shows", [step_program, drawn, traced_scalars])
+def test_what_shows_a_change_is_itself_steady(shows):
+    """The same config twice gives the same: addresses or counters in a text would make every leaf look wired."""
+    assert shows(config()) == shows(config())
+
+
+def test_every_leaf_is_in_the_table():
+    assert set(WIRED) == set(leaves(config()))

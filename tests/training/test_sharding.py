@@ -1,0 +1,131 @@
+"""One run on several meshes: the same parameters, the same losses, every device with its share, and no traffic inside the loss.
+
+Shapes: B=8 sequences, T=12 tokens, D=16, V=50; losses in fp32.
+"""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from gammalm.errors import ConfigError
+from gammalm.training.program import Program
+from gammalm.training.step import scalars
+
+from ..models.reference import small_config
+
+MESHES = {"one device": (1, 1, 1), "data": (8, 1, 1), "fsdp": (1, 8, 1), "all": (2, 2, 2)}
+B, T, D, V, STEPS = 8, 12, 16, 50, 5
+TOKEN_BYTES = np.arange(V, dtype=np.int32)
+
+
+def config(data, fsdp, tensor):
+    return small_config(
+        d_model=D, d_ff=24, gate="elementwise", loss_chunk=8, batch__sequences=B, data__packing="documents", optimizer__warmup_steps=0,
+        optimizer__learning_rate=0.02, mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor,
+    )  # fmt: skip
+
+
+def batch(step):
+    rng = np.random.default_rng(step)
+    segments = np.cumsum(rng.uniform(size=(B, T + 1)) < 0.2, axis=1).astype(np.int32) + 1
+    return {"tokens": rng.integers(0, V, (B, T + 1)).astype(np.int32), "segments": segments}
+
+
+class Ran:
+    """Five steps on one mesh from the one-device parameters."""
+
+    def __init__(self, sizes, start=None):
+        c = config(*sizes)
+        self.program = p = Program(c, TOKEN_BYTES, devices=jax.devices()[: np.prod(sizes)])
+        self.start = p.init(c) if start is None else start
+        start = jax.tree.map(np.asarray, self.start)  # the step gives its argument away
+        state = jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), start, p.abstract_state)
+        with jax.set_mesh(p.mesh):
+            self.step = p._step.lower(state, p.put([batch(0)]), scalars(c)).compile()
+        self.start, self.metrics = start, []
+        for step in range(STEPS):
+            state, metrics = self.step(state, p.put([batch(step)]), scalars(c))
+            self.metrics.append(jax.device_get(metrics))
+        self.state = state
+
+
+@pytest.fixture(scope="module")
+def ran():
+    made = {}
+
+    def run(name):
+        if name not in made:
+            made[name] = Ran(MESHES[name], None if name == "one device" else run("one device").start)
+        return made[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", [name for name in MESHES if name != "one device"])
+def test_losses_equal_those_of_one_device(ran, name):
+    one, many = ran("one device").metrics, ran(name).metrics
+    np.testing.assert_allclose([m["loss"] for m in many], [m["loss"] for m in one], atol=1e-5)
+    np.testing.assert_allclose([m["grad_norm"] for m in many], [m["grad_norm"] for m in one], rtol=1e-5)
+    assert [m["tokens"] for m in many] == [m["tokens"] for m in one]
+    assert one[0]["loss"] != pytest.approx(one[4]["loss"], abs=1e-2), "five steps that moved"
+
+
+def test_every_device_holds_its_share(ran):
+    """Parameters and both moments: D cut by fsdp, heads, FFN and vocabulary by tensor."""
+    for name, shapes in {
+        "fsdp": {"table": (V, D // 8), "q": (2, D // 8, 4, 6), "down": (2, 24, D // 8), "gain": (2, D // 8)},
+        "all": {"table": (V // 2, D // 2), "q": (2, D // 2, 2, 6), "down": (2, 12, D // 2), "gain": (2, D // 2)},
+        "data": {"table": (V, D), "q": (2, D, 4, 6), "down": (2, 24, D), "gain": (2, D)},
+    }.items():
+        state = ran(name).state
+        for tree in (state["params"], state["adam"].mu, state["adam"].nu):
+            found = {
+                "table": tree["embed"]["table"], "q": tree["layers"]["attn"]["q"], "down": tree["layers"]["ffn"]["down"],
+                "gain": tree["layers"]["attn_norm"]["gain"],
+            }  # fmt: skip
+            assert {key: leaf.addressable_shards[0].data.shape for key, leaf in found.items()} == shapes, name
+
+
+def test_fresh_parameters_are_bit_equal_on_eight_devices(ran):
+    """Each device draws its shard alone; the numbers are those of one device."""
+    p = ran("all").program
+    fresh = p.init(p.config)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(fresh):
+        node = ran("one device").start
+        for key in path:
+            node = node[key.key] if hasattr(key, "key") else getattr(node, key.name)
+        np.testing.assert_array_equal(leaf, node, err_msg=str(path))
+    assert fresh["params"]["embed"]["table"].addressable_shards[0].data.shape == (V // 2, D // 2)
+
+
+@pytest.mark.parametrize("name", ["data", "fsdp", "all"])
+def test_no_device_sees_the_whole_batch(ran, name):
+    """No array [B, T, D] of the global batch (an embedding lookup that moves activations), nor of its logits."""
+    text = ran(name).step.as_text()
+    assert re.search(rf"f32\[{B // (4 if name == 'all' else 8)},{T},{D}\]", text), "local activations are there to be seen"
+    assert not re.search(rf"f32\[{B},{T},({D}|{D // 2}|{V})\]", text)
+
+
+@pytest.mark.parametrize("name", ["data", "fsdp", "all"])
+def test_the_head_gradient_is_summed_over_devices_once(ran, name):
+    """Not in the loop over chunks of the loss: no all-reduce of a [V, ·] array outside the entry computation."""
+    entry, inside = False, []
+    for line in ran(name).step.as_text().splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            entry = line.startswith("ENTRY")
+        if not entry and re.search(r"= .*\b(all-reduce|reduce-scatter)(-start)?\(", line):
+            inside += [shape for shape in re.findall(r"f32\[([\d,]+)\]", line.split("all-reduce(")[0]) if shape.split(",")[0] in ("25", "50")]
+    assert inside == []
+
+
+def test_batches_and_models_that_do_not_fit_are_refused():
+    odd = config(8, 1, 1)
+    odd.batch.sequences = 6
+    with pytest.raises(ConfigError, match=r"6 sequences.*data x fsdp = 8"):
+        Program(odd, TOKEN_BYTES)
+    odd = config(1, 8, 1)
+    odd.model.d_model = 20
+    with pytest.raises(ConfigError, match=r"embed=20, which fsdp=8"):
+        Program(odd, TOKEN_BYTES)
