@@ -28,10 +28,10 @@ def default_mode() -> str:
     return "single" if jax.default_backend() == "cpu" else "vmap"
 
 
-def run_grid(grid: Grid, workdir: Path, *, mode: str | None = None, retry_failed: bool = False) -> list[dict]:
+def run_grid(grid: Grid, workdir: Path, *, mode: str | None = None, retry_failed: bool = False, devices=None) -> list[dict]:
     """Trains what is not done yet and returns the rows of results.jsonl, one per cell, in the grid's order.
 
-    `mode`: see `gammalm.training.program.MODES`. Raises ConfigError when `workdir` holds another grid.
+    `mode`: see `gammalm.training.program.MODES`; `devices`: those to use, by default all. Raises ConfigError when `workdir` holds another grid.
     """
     mode = mode or default_mode()
     if mode not in MODES:
@@ -49,7 +49,7 @@ def run_grid(grid: Grid, workdir: Path, *, mode: str | None = None, retry_failed
         if rows.get(cell.name, {}).get("status") == "failed":  # its last checkpoint is of a halted state
             shutil.rmtree(workdir / "cells" / cell.name / "checkpoints", ignore_errors=True)
 
-    programs, began, finished = Programs(), time.monotonic(), 0
+    programs, began, finished = Programs(devices), time.monotonic(), 0
     for group in _groups(todo, mode):
         number = f"{len(grid.cells) - len(todo) + finished + 1}"
         title = f"cell {number} of {len(grid.cells)}: {group[0].name}" + (f" and {len(group) - 1} more" if len(group) > 1 else "")
@@ -86,16 +86,16 @@ def _train(group: list[Cell], workdir: Path, programs: Programs, mode: str, titl
     """The outcomes of a group's runs; a fault of the whole group is the outcome of each."""
     runs = [Run(cell.config(), workdir / "cells" / cell.name, cell.name) for cell in group]
     try:
-        return train(runs, programs, mode=mode, cell_devices=_cell_devices(runs, mode), title=title)
+        return train(runs, programs, mode=mode, cell_devices=_cell_devices(runs, mode, len(programs.devices or jax.devices())), title=title)
     except (GammalmError, jax.errors.JaxRuntimeError) as error:
         return [Outcome(steps=0, tokens=0, seconds=0.0, error=f"{type(error).__name__}: {error}") for _ in group]
 
 
-def _cell_devices(runs: list[Run], mode: str) -> int:
+def _cell_devices(runs: list[Run], mode: str, devices: int) -> int:
     """Devices that share the cells out between them: as many as divide both, unless the config's mesh takes all devices itself."""
     if mode == "single" or runs[0].config.mesh.data != -1:
         return 1
-    return math.gcd(len(runs), jax.device_count() // (runs[0].config.mesh.fsdp * runs[0].config.mesh.tensor))
+    return math.gcd(len(runs), devices // (runs[0].config.mesh.fsdp * runs[0].config.mesh.tensor))
 
 
 def _row(cell: Cell, outcome: Outcome) -> dict:

@@ -6,6 +6,7 @@ A program serves one run (`cells=None`) or C runs side by side, whose states, ba
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -64,15 +65,15 @@ class Program:
         self._stack = jax.jit(lambda states: jax.tree.map(lambda *a: jnp.stack(a), *states), out_shardings=state)
         self._pick = jax.jit(lambda state, i: jax.tree.map(lambda a: a[i], state), out_shardings=one)
         self._one = one
-        self._init = {}
 
     def init(self, config):
-        """A fresh state of one run, each shard made where it lives. Runs that differ in the seed alone share the compiled draw."""
-        rules = json.dumps(config.init.to_dict())
-        if rules not in self._init:
-            self._init[rules] = jax.jit(lambda seed: init_state(self.model, config, seed), out_shardings=self._one)
+        """A fresh state of one run, each shard made where it lives."""
+        seed = np.uint32(config.seed)
+        if self.mesh.size == 1:
+            # Op by op the draws compile once per shape, whatever γ; as one program they would compile again for every γ of a grid.
+            return jax.device_put(init_state(self.model, config, seed), self._one)
         with jax.set_mesh(self.mesh):
-            return self._init[rules](np.uint32(config.seed))
+            return jax.jit(lambda seed: init_state(self.model, config, seed), out_shardings=self._one)(seed)
 
     def stack(self, states):
         """The states of all cells as one with a leading cell axis; a single run's state stays as it is."""
@@ -110,12 +111,13 @@ class Program:
 
 @dataclasses.dataclass
 class Programs:
-    """Programs already compiled, by what they depend on: cells of a grid that share a shape compile once."""
+    """Programs already compiled, by what they depend on: cells of a grid that share a shape compile once. `devices`: all by default."""
 
+    devices: Sequence | None = None
     made: dict = dataclasses.field(default_factory=dict)
 
     def get(self, config, token_bytes, **how) -> Program:
         key = (signature(config), token_bytes.tobytes(), *sorted(how.items()))
         if key not in self.made:
-            self.made[key] = Program(config, token_bytes, **how)
+            self.made[key] = Program(config, token_bytes, devices=self.devices, **how)
         return self.made[key]

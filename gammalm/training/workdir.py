@@ -80,7 +80,8 @@ class Metrics:
             write_text_atomic(self._file, "")
             for row in kept:
                 append_jsonl(self._file, row)
-        self._board = metric_writers.SummaryWriter(str(workdir / "tensorboard"))
+        # In a thread of its own: the first scalar makes TensorFlow import much of itself.
+        self._board = metric_writers.AsyncWriter(metric_writers.SummaryWriter(str(workdir / "tensorboard")))
 
     def write(self, kind: str, step: int, values: dict) -> None:
         """Adds one row; numbers go to TensorBoard as `kind/name` too."""

@@ -87,10 +87,10 @@ def expected_arm(difference):
 
 def test_what_was_run_is_on_the_page(full):
     _, page, summary = full
-    scale = ("36 of 36", "231,552", "2,457,600", "10.6", "32 × 128", "1e-12", "elementwise", "0.003, 0.01, 0.03", "paper_dense, concat")
+    scale = ("36 of 36", "231,552", "2,048,000", "8.8", "32 × 128", "1e-12", "elementwise", "0.003, 0.01, 0.03", "paper_dense, concat")
     for text in scale:
         assert text in page.text, text
-    assert summary["scale"][0]["tokens_per_parameter"] == [2_457_600 / 231_552]
+    assert summary["scale"][0]["tokens_per_parameter"] == [2_048_000 / 231_552]
     assert "125M to 1.5B parameters" in page.text and "232k" in page.text  # far below the paper's scale, said so
     assert "devices.kind" in page.text and "0.12.0" in page.text
     assert "0.125" in page.text and "0.1768 … 0.5" not in page.text and ", by layer" in page.text  # σ = 64^(−½); a list per layer
@@ -147,7 +147,7 @@ def test_a_partial_grid_says_what_is_missing(tmp_path):
     assert set(summary["cells"]["unfinished"]) == skipped and set(summary["cells"]["failed"]) == failed
     assert "partial: 3 of 12 cells have no result" in page.text
     assert "loss is not finite at step 212; first bad layer: layers/attn/q[1]" in page.text
-    assert "step 240 of 600" in page.text
+    assert "step 200 of 500" in page.text
     assert "no result at 0.03" in page.text and "one seed" in page.text and "no interval" in page.text
     assert not re.search(r"interval \[", page.text)
     assert ("plain", 0.03) not in {(d["group"], d["rate"]) for d in summary["gaps"]}

@@ -3,6 +3,7 @@
 import json
 import math
 
+import jax
 import pytest
 
 from gammalm.errors import ConfigError, DataError
@@ -19,6 +20,11 @@ SMALL = {
 }  # fmt: skip
 
 
+def run(grid, workdir, **how):
+    """On one device: sharding the cells over several is the business of test_cells."""
+    return runner.run_grid(grid, workdir, devices=jax.devices()[:1], **how)
+
+
 def small_grid(corpus, lrs=(1e-2, 3e-2), steps=4):
     cells = product(
         arms(**ARMS), values("gamma", [0.5, 1.0]), values("lr", lrs),
@@ -31,7 +37,7 @@ def small_grid(corpus, lrs=(1e-2, 3e-2), steps=4):
 def finished(corpus, tmp_path_factory):
     """An undisturbed grid: folder and rows."""
     workdir = tmp_path_factory.mktemp("grid")
-    return workdir, runner.run_grid(small_grid(corpus), workdir)
+    return workdir, run(small_grid(corpus), workdir)
 
 
 def test_every_cell_has_its_row(corpus, finished):
@@ -51,7 +57,7 @@ def saved_arrays(checkpointer):
 
 @pytest.mark.parametrize("mode", ["map", "vmap"])
 def test_modes_give_the_same_losses(corpus, finished, tmp_path, mode):
-    rows = runner.run_grid(small_grid(corpus), tmp_path, mode=mode)
+    rows = run(small_grid(corpus), tmp_path, mode=mode)
     for row, single in zip(rows, finished[1], strict=True):
         assert row["cell"] == single["cell"]
         assert row["loss"] == pytest.approx(single["loss"], abs=2e-5)
@@ -73,8 +79,8 @@ def test_stopped_and_run_again_gives_the_same_table(corpus, finished, tmp_path, 
 
     monkeypatch.setattr(Program, "step", step)
     with pytest.raises(KeyboardInterrupt):
-        runner.run_grid(small_grid(corpus), tmp_path, mode=mode)
-    rows = runner.run_grid(small_grid(corpus), tmp_path, mode=mode)
+        run(small_grid(corpus), tmp_path, mode=mode)
+    rows = run(small_grid(corpus), tmp_path, mode=mode)
     if mode == "single":
         assert text_table(rows, times=False) == text_table(finished[1], times=False)
         assert len(taken) == 8 * 4 + 1, "at most the interrupted step is taken twice"
@@ -84,7 +90,7 @@ def test_stopped_and_run_again_gives_the_same_table(corpus, finished, tmp_path, 
 
 def test_finished_grid_trains_nothing(corpus, finished, monkeypatch):
     monkeypatch.setattr(Program, "step", lambda *a: pytest.fail("a step was taken"))
-    assert runner.run_grid(small_grid(corpus), finished[0]) == finished[1]
+    assert run(small_grid(corpus), finished[0]) == finished[1]
 
 
 def test_failing_cells_are_recorded_and_passed_over(corpus, tmp_path, monkeypatch, capsys):
@@ -98,7 +104,7 @@ def test_failing_cells_are_recorded_and_passed_over(corpus, tmp_path, monkeypatc
         return real(runs, *args, **kwargs)
 
     monkeypatch.setattr(runner, "train", train)
-    rows = {row["cell"]: row for row in runner.run_grid(grid, tmp_path)}
+    rows = {row["cell"]: row for row in run(grid, tmp_path)}
     assert rows[grid.cells[0].name]["error"] == "DataError: shard 7 is damaged"
     for row in rows.values():
         if row["labels"]["lr"] == 1e30:
@@ -110,13 +116,13 @@ def test_failing_cells_are_recorded_and_passed_over(corpus, tmp_path, monkeypatc
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "shard 7 is damaged" in page
     monkeypatch.setattr(runner, "train", real)
-    again = {row["cell"]: row for row in runner.run_grid(grid, tmp_path, retry_failed=True)}
+    again = {row["cell"]: row for row in run(grid, tmp_path, retry_failed=True)}
     assert again[grid.cells[0].name]["status"] == "done"
     assert read_results(tmp_path)[0].keys() == again.keys()
 
 
 def test_a_cell_that_overflows_does_not_disturb_its_neighbours(corpus, finished, tmp_path):
-    rows = runner.run_grid(small_grid(corpus, lrs=(1e-2, 1e30)), tmp_path, mode="vmap")
+    rows = run(small_grid(corpus, lrs=(1e-2, 1e30)), tmp_path, mode="vmap")
     singles = {row["cell"]: row for row in finished[1]}
     for row in rows:
         assert (row["status"] == "failed") == (row["labels"]["lr"] == 1e30)
@@ -126,6 +132,6 @@ def test_a_cell_that_overflows_does_not_disturb_its_neighbours(corpus, finished,
 
 def test_another_grid_in_the_workdir_is_refused(corpus, finished):
     with pytest.raises(ConfigError, match="another grid"):
-        runner.run_grid(small_grid(corpus, lrs=(1e-3,)), finished[0])
+        run(small_grid(corpus, lrs=(1e-3,)), finished[0])
     with pytest.raises(ConfigError, match="--mode fast"):
-        runner.run_grid(small_grid(corpus), finished[0], mode="fast")
+        run(small_grid(corpus), finished[0], mode="fast")

@@ -1,6 +1,7 @@
 """The decoder written out a second time, in float64 NumPy with plain loops over sequences: what the tests compare with.
 
-Nothing here is shared with gammalm.models. Legend: B batch, T tokens, D width, H heads, G key heads, K head size, F FFN width, V vocabulary.
+Nothing here is shared with gammalm.models. Legend: B batch, T tokens, D width, H heads, G key heads,
+K head size, F FFN width, V vocabulary.
 """
 
 import jax

@@ -93,6 +93,18 @@ def test_one_segment_is_none(built):
     np.testing.assert_allclose(without, b.logits(tokens()[:, :-1]), atol=1e-5)
 
 
+def test_positions_start_again_at_each_document(built):
+    """Within a document RoPE sees distances alone, so logits cannot show it: the angles can. Padding is a document of its own."""
+    b = built("plain")
+    decoder = b.model.bind(jax.tree.map(jnp.asarray, b.params))
+    cos, sin = decoder.angles(tokens()[:, :-1], jnp.asarray(SEGMENTS[:, :-1]))
+    positions = np.stack([reference.positions_of(row, T) for row in SEGMENTS[:, :-1]])
+    np.testing.assert_allclose(cos[:, :, 0, 0], np.cos(positions), atol=1e-6)  # the first frequency is 1
+    np.testing.assert_allclose(sin[:, :, 0, 0], np.sin(positions), atol=1e-6)
+    cos, _ = decoder.angles(tokens()[:, :-1], None)
+    np.testing.assert_allclose(cos[0, :, 0, 0], np.cos(np.arange(T)), atol=1e-6)
+
+
 def test_packed_documents_equal_each_document_alone(built):
     """Documents of 4, 5 and 3 tokens packed into one row against the same documents at the start of rows of their own."""
     b = built("elementwise, qk-norm, softcap")

@@ -16,8 +16,10 @@ from gammalm.training import loop
 from gammalm.training.program import Program, Programs
 from gammalm.training.step import init_state, make_step, scalars
 
-SMALL = [("model.d_model", 16), ("model.n_heads", 2), ("model.n_kv_heads", 2), ("model.head_dim", 6), ("model.d_ff", 24), ("model.loss_chunk", 16),
-         ("model.dtype", "float32")]  # fmt: skip
+SMALL = [
+    ("model.d_model", 16), ("model.n_heads", 2), ("model.n_kv_heads", 2), ("model.head_dim", 6), ("model.d_ff", 24),
+    ("model.loss_chunk", 16), ("model.dtype", "float32"),
+]  # fmt: skip
 SPEC = "lm:size=tiny,vocab=32,seq_len=8,batch=8,steps=4"
 
 
@@ -76,7 +78,7 @@ class Split:
 
 @pytest.fixture(scope="module")
 def programs():
-    return Programs()
+    return Programs(devices=jax.devices()[:1])
 
 
 @pytest.fixture

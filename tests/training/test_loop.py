@@ -39,10 +39,7 @@ def config(corpus, steps=6, **overrides):
 @pytest.fixture(scope="module")
 def programs():
     """Programs on one device: what a laptop has; eight are the business of test_sharding."""
-    made = Programs()
-    real = made.get
-    made.get = lambda config, token_bytes, **how: real(config, token_bytes, **how, devices=tuple(jax.devices()[:1]))
-    return made
+    return Programs(jax.devices()[:1])
 
 
 def program_of(c, programs):
