@@ -31,7 +31,8 @@ def default_mode() -> str:
 def run_grid(grid: Grid, workdir: Path, *, mode: str | None = None, retry_failed: bool = False, devices=None) -> list[dict]:
     """Trains what is not done yet and returns the rows of results.jsonl, one per cell, in the grid's order.
 
-    `mode`: see `gammalm.training.program.MODES`; `devices`: those to use, by default all. Raises ConfigError when `workdir` holds another grid.
+    `mode`: see `gammalm.training.program.MODES`; `devices`: those to use, by default all. `retry_failed`: train failed cells again,
+    from their beginning. Raises ConfigError when `workdir` holds another grid.
     """
     mode = mode or default_mode()
     if mode not in MODES:
