@@ -140,6 +140,10 @@ def ours(name: str, spec: dict, **choice) -> Contestant:
     return Contestant(name, sys.executable, [str(Path(__file__).resolve()), "--worker"], {**spec, "choice": choice})
 
 
+def peer(python: str, spec: dict) -> Contestant:
+    return Contestant("transformers Llama, torch", python, [str(HERE / "_peer_llama.py")], spec)
+
+
 def show(title: str, results: list[dict]) -> None:
     print(f"\n{title}\n{'':36s}    tok/s  of first  tok/CPU s  of first   loss first -> last")
     first = results[0]
@@ -193,11 +197,7 @@ def main() -> None:
             np.save(path, ids.astype(np.int32))
             for dtype in args.dtypes:
                 spec = {**size, "dtype": dtype, "tokens": path, "threads": args.threads}
-                peer_script = [str(HERE / "_peer_llama.py")]
-                makers = [
-                    lambda spec=spec: Contestant("transformers Llama, torch", args.peer_python, peer_script, spec),
-                    lambda spec=spec: ours("gammalm", spec),
-                ]
+                makers = [lambda spec=spec: peer(args.peer_python, spec), lambda spec=spec: ours("gammalm", spec)]
                 results = take_turns(makers, 3 if args.quick else 15 if shape == "small" else 5)
                 show(f"{shape}, {dtype}, {size['batch']} x {size['seq_len']} tokens", results)
                 report["peer"].append({"shape": shape, "dtype": dtype, "ratio": _ratio(results), "results": results})

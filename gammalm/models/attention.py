@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gammalm.models.parts import RMSNorm, declare, rotate
+from gammalm.models.parts import RMSNorm, declare, product, rotate
 
 BLOCK = 128  # queries per block: the scores of one block stay in a core's cache
 MAX_BLOCKS = 16  # blocks are unrolled in the program; longer sequences get longer blocks
@@ -23,11 +23,11 @@ def block_bounds(length: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _scores(q_BtGRK, k_BsGK, start: int, segments_BT):
+def _scores(q_BGRtK, k_BGsK, start: int, segments_BT):
     """fp32 scores [B, G, R, t, s] of queries start… against all keys up to the block's end; -inf where masked."""
-    t, s = q_BtGRK.shape[1], k_BsGK.shape[1]
-    scale = q_BtGRK.shape[-1] ** -0.5
-    scores = jnp.einsum("btgrk,bsgk->bgrts", q_BtGRK, k_BsGK, preferred_element_type=jnp.float32) * scale
+    t, s = q_BGRtK.shape[3], k_BGsK.shape[2]
+    scale = q_BGRtK.shape[-1] ** -0.5
+    scores = jnp.einsum("bgrtk,bgsk->bgrts", q_BGRtK, k_BGsK, preferred_element_type=jnp.float32) * scale
     visible = (start + jnp.arange(t))[:, None] >= jnp.arange(s)[None, :]
     visible = visible[None, None, None]
     if segments_BT is not None:
@@ -43,47 +43,48 @@ def causal_attention(q_BTGRK, k_BSGK, v_BSGK, segments_BT=None):
     `segments_BT`, where given, confines attention to tokens of one segment. The gradient of the log-sum-exp is not
     propagated: it is there for measurements.
     """
-    return _attend(q_BTGRK, k_BSGK, v_BSGK, segments_BT)
+    return _attend_forward(q_BTGRK, k_BSGK, v_BSGK, segments_BT)[0]
 
 
-def _attend(q, k, v, segments):
+def _heads_first(q, k, v):
+    """[B, T, G, …, K] -> [B, G, …, T, K]: one transpose here instead of one in every product."""
+    return jnp.moveaxis(q, 1, 3), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
+
+
+def _attend_forward(q_BTGRK, k_BSGK, v_BSGK, segments):
+    q, k, v = _heads_first(q_BTGRK, k_BSGK, v_BSGK)
     outputs, lses = [], []
-    for start, end in block_bounds(q.shape[1]):
-        scores = _scores(q[:, start:end], k[:, :end], start, segments)
+    for start, end in block_bounds(q.shape[3]):
+        scores = _scores(q[:, :, :, start:end], k[:, :, :end], start, segments)
         top = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        out = jnp.einsum("bgrts,bsgk->btgrk", (weights / total).astype(v.dtype), v[:, :end])
-        outputs.append(out)
+        out = jnp.einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v[:, :, :end], preferred_element_type=jnp.float32) / total
+        outputs.append(out.astype(v.dtype))
         lses.append((top + jnp.log(total))[..., 0])
-    return jnp.concatenate(outputs, axis=1), jnp.concatenate(lses, axis=-1)
-
-
-def _attend_forward(q, k, v, segments):
-    out, lse = _attend(q, k, v, segments)
-    return (out, lse), (q, k, v, segments, out, lse)
+    out, lse = jnp.concatenate(outputs, axis=3), jnp.concatenate(lses, axis=-1)
+    return (jnp.moveaxis(out, 3, 1), lse), (q, k, v, segments, out, lse)
 
 
 def _attend_backward(saved, gradients):
     q, k, v, segments, out, lse = saved
-    d_out = gradients[0]
+    d_out = jnp.moveaxis(gradients[0], 1, 3)
     scale = q.shape[-1] ** -0.5
     # Σ_s p·dp of each query equals out·d_out: the softmax's own correction term, in fp32.
-    correction = jnp.einsum("btgrk,btgrk->bgrt", out.astype(jnp.float32), d_out.astype(jnp.float32))
+    correction = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     d_qs = []
     d_k = jnp.zeros(k.shape, jnp.float32)
     d_v = jnp.zeros(v.shape, jnp.float32)
-    for start, end in block_bounds(q.shape[1]):
-        q_b, do_b = q[:, start:end], d_out[:, start:end]
-        weights = jnp.exp(_scores(q_b, k[:, :end], start, segments) - lse[..., start:end, None])
-        d_weights = jnp.einsum("btgrk,bsgk->bgrts", do_b, v[:, :end], preferred_element_type=jnp.float32)
+    for start, end in block_bounds(q.shape[3]):
+        q_b, do_b, k_b, v_b = q[:, :, :, start:end], d_out[:, :, :, start:end], k[:, :, :end], v[:, :, :end]
+        weights = jnp.exp(_scores(q_b, k_b, start, segments) - lse[..., start:end, None])
+        d_weights = jnp.einsum("bgrtk,bgsk->bgrts", do_b, v_b, preferred_element_type=jnp.float32)
         d_scores = (weights * (d_weights - correction[..., start:end, None]) * scale).astype(q.dtype)
-        d_qs.append(jnp.einsum("bgrts,bsgk->btgrk", d_scores, k[:, :end]))
-        d_k = d_k.at[:, :end].add(jnp.einsum("bgrts,btgrk->bsgk", d_scores, q_b, preferred_element_type=jnp.float32))
-        d_v = d_v.at[:, :end].add(
-            jnp.einsum("bgrts,btgrk->bsgk", weights.astype(v.dtype), do_b, preferred_element_type=jnp.float32)
-        )
-    return jnp.concatenate(d_qs, axis=1), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+        d_qs.append(jnp.einsum("bgrts,bgsk->bgrtk", d_scores, k_b))
+        d_k = d_k.at[:, :, :end].add(jnp.einsum("bgrts,bgrtk->bgsk", d_scores, q_b, preferred_element_type=jnp.float32))
+        d_v = d_v.at[:, :, :end].add(jnp.einsum("bgrts,bgrtk->bgsk", weights.astype(v.dtype), do_b, preferred_element_type=jnp.float32))
+    d_q = jnp.moveaxis(jnp.concatenate(d_qs, axis=3), 3, 1)
+    return d_q, jnp.moveaxis(d_k, 2, 1).astype(k.dtype), jnp.moveaxis(d_v, 2, 1).astype(v.dtype), None
 
 
 causal_attention.defvjp(_attend_forward, _attend_backward)
@@ -120,21 +121,21 @@ class Attention(nnx.Module):
 
     def queries_keys(self, x_BTD, angles, eps):
         """Rotated queries [B, T, H, K] and keys [B, T, G, K]; measurements of attention use it too."""
-        q = jnp.einsum("btd,dhk->bthk", x_BTD, self.q[...].astype(self.dtype))
-        k = jnp.einsum("btd,dgk->btgk", x_BTD, self.k[...].astype(self.dtype))
+        q = product(x_BTD, self.q[...])
+        k = product(x_BTD, self.k[...])
         if self.normed:
             q, k = self.q_norm(q, eps), self.k_norm(k, eps)
         return rotate(q, angles), rotate(k, angles)
 
     def __call__(self, x_BTD, angles, segments_BT, eps):
         q_BTHK, k_BTGK = self.queries_keys(x_BTD, angles, eps)
-        v_BTGK = jnp.einsum("btd,dgk->btgk", x_BTD, self.v[...].astype(self.dtype))
+        v_BTGK = product(x_BTD, self.v[...])
         B, T, H, K = q_BTHK.shape
         G = k_BTGK.shape[2]
         y, _ = causal_attention(q_BTHK.reshape(B, T, G, H // G, K), k_BTGK, v_BTGK, segments_BT)
         y_BTHK = y.reshape(B, T, H, K)
         if self.gated == "elementwise":
-            y_BTHK *= jax.nn.sigmoid(jnp.einsum("btd,dhk->bthk", x_BTD, self.gate[...].astype(self.dtype)))
+            y_BTHK *= jax.nn.sigmoid(product(x_BTD, self.gate[...]))
         elif self.gated == "headwise":
-            y_BTHK *= jax.nn.sigmoid(jnp.einsum("btd,dh->bth", x_BTD, self.gate[...].astype(self.dtype)))[..., None]
-        return jnp.einsum("bthk,hkd->btd", y_BTHK, self.out[...].astype(self.dtype))
+            y_BTHK *= jax.nn.sigmoid(product(x_BTD, self.gate[...]))[..., None]
+        return product(y_BTHK.reshape(B, T, H * K), self.out[...].reshape(H * K, -1))

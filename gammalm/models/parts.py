@@ -35,6 +35,34 @@ def whole_width(table_VD):
     return jax.lax.with_sharding_constraint(table_VD, PartitionSpec("tensor", None))
 
 
+@jax.custom_vjp
+def product(x_BTI, w):
+    """x · w in the dtype of x, w [I, ...] fp32: [B, T, ...]. One product of two matrices, whose gradient with respect to w is fp32.
+
+    The backward pass is written out because XLA:CPU has fast bf16 kernels for [n, m] · [m, p] alone, and because where it
+    transposes an operand it also recomputes it in the transposed order: let that be x, which exists, not the gradient.
+    """
+    return _product_forward(x_BTI, w)[0]
+
+
+def _product_forward(x_BTI, w):
+    B, T, inputs = x_BTI.shape
+    y = x_BTI.reshape(B * T, inputs) @ w.reshape(inputs, -1).astype(x_BTI.dtype)
+    return y.reshape(B, T, *w.shape[1:]), (x_BTI, w)
+
+
+def _product_backward(saved, d_y):
+    x_BTI, w = saved
+    B, T, inputs = x_BTI.shape
+    d_y_BTO = d_y.reshape(B, T, -1)
+    d_x = jnp.einsum("bto,io->bti", d_y_BTO, w.reshape(inputs, -1).astype(d_y.dtype))  # with `.T` it would be an fp32 product
+    d_w = jnp.einsum("bti,bto->io", x_BTI, d_y_BTO, preferred_element_type=jnp.float32)
+    return d_x, d_w.reshape(w.shape)
+
+
+product.defvjp(_product_forward, _product_backward)
+
+
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x²) + ε) · gain over the last axis, statistics in fp32 (Zhang & Sennrich 2019, arXiv:1910.07467).
 
@@ -81,6 +109,4 @@ class SwiGLU(nnx.Module):
         self.down = declare((d_ff, d_model), ("ffn", "embed"), fan_in=("ffn",), fan_out=("embed",), role="ffn", residual_out=True)
 
     def __call__(self, x_BTD):
-        gate_BTF = x_BTD @ self.gate[...].astype(self.dtype)
-        up_BTF = x_BTD @ self.up[...].astype(self.dtype)
-        return (jax.nn.silu(gate_BTF) * up_BTF) @ self.down[...].astype(self.dtype)
+        return product(jax.nn.silu(product(x_BTD, self.gate[...])) * product(x_BTD, self.up[...]), self.down[...])

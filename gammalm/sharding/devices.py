@@ -3,9 +3,7 @@
 Peaks are dense bf16 FLOP/s per device as JAX counts devices, from the makers' data sheets (never the sparse figure).
 """
 
-import functools
 import re
-from pathlib import Path
 
 import jax
 
@@ -35,20 +33,12 @@ def peak_flops(device) -> float | None:
     return next((peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b(?:{name})\b", kind)), None)
 
 
-@functools.cache
 def compiler_options() -> dict[str, str]:
     """Compiler options for the default backend.
 
-    Without AMX matrix units, XLA's YNNPACK fusions run the FFN's products at half the speed of its other kernels
-    (measured, docs/benchmarks.md); with AMX they are the only fast ones.
+    On CPUs YNNPACK takes single matrix products and nothing else: its bf16 kernels are twice as fast as XLA's own, its fusions
+    of what surrounds them are slower (measured, docs/benchmarks.md).
     """
-    if jax.default_backend() == "cpu" and not _has_amx():
-        return {"xla_cpu_experimental_ynn_fusion_type": ""}
+    if jax.default_backend() == "cpu":
+        return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
     return {}
-
-
-def _has_amx() -> bool:
-    try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux: no x86 server CPU either
-        return False
