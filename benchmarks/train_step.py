@@ -31,7 +31,8 @@ SHAPES = {
     "125m": dict(n_layers=12, d_model=768, n_heads=12, head_dim=64, d_ff=2048, vocab_size=50304, seq_len=512, batch=2, learning_rate=6e-4),
 }
 
-# What differs from the step as it is: leaves of config.model, attention.BLOCK as `block`, `options=False` for XLA's own compiler options.
+# What differs from the step as it is: leaves of config.model, attention.BLOCK as `block`, `options=False` for XLA's own compiler
+# options, `keep_memory=False` for glibc's own way with freed memory.
 CHOICES = {
     "as it is": {},
     "all logits at once (loss_chunk=0)": {"loss_chunk": 0},
@@ -43,12 +44,18 @@ CHOICES = {
     "attention in blocks of 64": {"block": 64},
     "attention in one block": {"block": 256},
     "XLA's default compiler options": {"options": False},
+    "freed memory given back": {"keep_memory": False},
 }
 
 
 def our_worker(spec: dict) -> None:
     """The real step: `Program` of a config made by configs/lm.py."""
     sys.path.insert(0, str(HERE.parent))
+    from gammalm.memory import keep_freed_memory
+
+    choice = dict(spec["choice"])
+    if choice.pop("keep_memory", True):
+        keep_freed_memory()  # as `gammalm train` does
     import jax
 
     from configs.lm import get_config
@@ -61,7 +68,6 @@ def our_worker(spec: dict) -> None:
     config.model.n_kv_heads = spec["n_heads"]
     config.model.dtype = config.model.residual_dtype = spec["dtype"]
     config.model.remat = "none"
-    choice = dict(spec["choice"])
     attention.BLOCK = choice.pop("block", attention.BLOCK)
     if not choice.pop("options", True):
         program.compiler_options = dict

@@ -21,7 +21,7 @@ from gammalm.experiments.grid import ARMS, Grid, arms, fixed, numbers, product, 
 ARGS = {
     "arms": "plain/adjusted",
     "gammas": "0.5/1",
-    "lrs": "0.003/0.01/0.03",
+    "lrs": "0.003/0.02/0.1",
     "seeds": 1,
     "size": "nano",
     "steps": 500,

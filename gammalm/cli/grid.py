@@ -6,6 +6,7 @@ from pathlib import Path
 
 from gammalm.cli.options import add_config
 from gammalm.errors import ConfigError
+from gammalm.memory import keep_freed_memory
 
 
 def add_parser(subparsers) -> None:
@@ -24,6 +25,7 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    keep_freed_memory()
     from gammalm.experiments.grid import load_grid
 
     grid = load_grid(args.config, args.overrides)

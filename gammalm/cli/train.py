@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from gammalm.cli.options import add_config, config_from
+from gammalm.memory import keep_freed_memory
 
 
 def add_parser(subparsers) -> None:
@@ -21,6 +22,7 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    keep_freed_memory()
     config = config_from(args)
     from gammalm.models.decoder import Model
     from gammalm.training.loop import Run, train

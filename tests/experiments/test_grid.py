@@ -122,7 +122,7 @@ def test_overrides_reach_every_cell_but_not_what_the_grid_varies():
 def test_quickstart_cells():
     grid = load_grid("grids/quickstart")
     assert names(grid.cells) == [
-        f"{arm}-gamma{gamma}-lr{lr}-seed0" for arm in ("plain", "adjusted") for gamma in ("0.5", "1") for lr in ("0.003", "0.01", "0.03")
+        f"{arm}-gamma{gamma}-lr{lr}-seed0" for arm in ("plain", "adjusted") for gamma in ("0.5", "1") for lr in ("0.003", "0.02", "0.1")
     ]
     for cell in grid.cells:
         config = cell.config()

@@ -134,7 +134,7 @@ def test_every_drawing_has_a_text_that_gives_its_numbers_and_a_png(full):
 def test_the_report_does_not_depend_on_the_order_in_which_cells_finished(tmp_path):
     pages = []
     for name, order in (("a", range(12)), ("b", [7, 3, 11, 0, 5, 1, 10, 2, 9, 4, 8, 6])):
-        write_study(tmp_path / name, "grids/quickstart", order=order, curves=False)
+        write_study(tmp_path / name, "grids/quickstart:lrs=0.003/0.01/0.03", order=order, curves=False)
         pages.append([write_report(tmp_path / name).read_text(), (tmp_path / name / "report/summary.json").read_text()])
         pages[-1].append(text_table(run.row for run in read_study(tmp_path / name).runs))
     assert pages[0] == pages[1]
@@ -142,7 +142,7 @@ def test_the_report_does_not_depend_on_the_order_in_which_cells_finished(tmp_pat
 
 def test_a_partial_grid_says_what_is_missing(tmp_path):
     skipped, failed = {"plain-gamma1-lr0.03-seed0", "adjusted-gamma0.5-lr0.003-seed0"}, {"plain-gamma0.5-lr0.03-seed0"}
-    write_study(tmp_path, "grids/quickstart", skip=skipped, fail=failed)
+    write_study(tmp_path, "grids/quickstart:lrs=0.003/0.01/0.03", skip=skipped, fail=failed)
     page, summary = report(tmp_path)
     assert set(summary["cells"]["unfinished"]) == skipped and set(summary["cells"]["failed"]) == failed
     assert "partial: 3 of 12 cells have no result" in page.text
@@ -170,7 +170,7 @@ def test_many_gammas_name_the_lowest_and_warn_at_the_edge(tmp_path):
 
 
 def test_an_error_text_cannot_become_markup(tmp_path):
-    write_study(tmp_path, "grids/quickstart", curves=False)
+    write_study(tmp_path, "grids/quickstart:lrs=0.003/0.01/0.03", curves=False)
     append_result(tmp_path, {"cell": "plain-gamma1-lr0.03-seed0", "status": "failed", "error": "<script>alert(1)</script> & more"})
     page, _ = report(tmp_path)
     assert "script" not in {tag for tag, _ in page.tags} and "<script>alert(1)</script> & more" in page.text
@@ -207,7 +207,7 @@ def test_best_note_is_silent_only_inside_a_complete_scan():
 
 
 def test_a_torn_line_is_left_out_said_aloud_and_cut_off_by_the_next_append(tmp_path):
-    write_study(tmp_path, "grids/quickstart", curves=False)
+    write_study(tmp_path, "grids/quickstart:lrs=0.003/0.01/0.03", curves=False)
     file = tmp_path / "results.jsonl"
     whole = file.read_bytes()
     lines = whole.splitlines(keepends=True)
@@ -223,7 +223,7 @@ def test_a_torn_line_is_left_out_said_aloud_and_cut_off_by_the_next_append(tmp_p
 
 
 def test_a_damaged_line_in_the_middle_costs_that_row_alone(tmp_path):
-    write_study(tmp_path, "grids/quickstart", curves=False)
+    write_study(tmp_path, "grids/quickstart:lrs=0.003/0.01/0.03", curves=False)
     file = tmp_path / "results.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([*lines[:3], b"\xff\xfe{oops\n", b"[1]\n", *lines[4:]]))
@@ -232,7 +232,7 @@ def test_a_damaged_line_in_the_middle_costs_that_row_alone(tmp_path):
 
 
 def test_the_last_row_of_a_cell_counts_and_strangers_are_reported(tmp_path):
-    write_study(tmp_path, "grids/quickstart", fail={"plain-gamma1-lr0.03-seed0"}, curves=False)
+    write_study(tmp_path, "grids/quickstart:lrs=0.003/0.01/0.03", fail={"plain-gamma1-lr0.03-seed0"}, curves=False)
     row = {"cell": "plain-gamma1-lr0.03-seed0", "status": "done", "loss": 1.25}
     append_result(tmp_path, row)
     append_result(tmp_path, row | {"cell": "of-another-grid"})
@@ -242,7 +242,7 @@ def test_the_last_row_of_a_cell_counts_and_strangers_are_reported(tmp_path):
 
 
 def test_a_loss_that_is_no_number_is_compared_with_nothing(tmp_path):
-    write_study(tmp_path, "grids/quickstart", curves=False)
+    write_study(tmp_path, "grids/quickstart:lrs=0.003/0.01/0.03", curves=False)
     append_result(tmp_path, {"cell": "plain-gamma1-lr0.03-seed0", "status": "done", "loss": float("nan")})
     page, summary = report(tmp_path)
     assert ("plain", 1.0, 0.03) not in {(row["group"], row["gamma"], row["rate"]) for row in summary["losses"]}
@@ -250,7 +250,7 @@ def test_a_loss_that_is_no_number_is_compared_with_nothing(tmp_path):
 
 
 def test_steps_taken_twice_by_a_resumed_run_count_once(tmp_path):
-    write_study(tmp_path, "grids/quickstart", curves=False)
+    write_study(tmp_path, "grids/quickstart:lrs=0.003/0.01/0.03", curves=False)
     run = read_study(tmp_path).runs[0]
     taken = [(5, 3.0), (10, 2.0), (15, 1.0), (10, 2.5), (15, 1.5), (20, 1.2)]
     rows = [{"kind": "train", "step": step, "tokens": step, "loss": loss} for step, loss in taken]
