@@ -3,6 +3,7 @@
 One writer per file; any number of readers. Standard library only, so that every room may use it.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gammalm.errors import DataError
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # errno of a write for which there is no room, on the disk or in the user's share
 
 
 def sync_folder(path: str | os.PathLike) -> None:

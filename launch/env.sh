@@ -4,7 +4,8 @@
 #   launch/env.sh FOLDER PYTHON [EXTRAS]      e.g. launch/env.sh .venv-test /usr/bin/python3.12 test
 #
 # Does nothing, without network, when the environment is whole and setup.py, the extras and the Python are what they were.
-# Made anew when its Python is broken or another one. Installing is tried three times; the log is FOLDER/install.log.
+# Made anew when its Python is broken or another one, if this script made it; any other folder is left alone. Installing is tried
+# three times; the log is FOLDER/install.log.
 set -euo pipefail
 
 folder="$1" python="$2" extras="${3:-}"
@@ -16,16 +17,25 @@ describe() { "$1" -I -c 'import platform, sys; print(platform.python_version(), 
 
 wanted="$(describe "$python")" || { say "$python does not run"; exit 1; }
 stamp="$folder/gammalm-stamp"
+made="$folder/made-by-gammalm" # ours to delete
 # The checkout's own path is part of it: an editable install points there, so a moved checkout is installed again.
 fingerprint="$wanted|$extras|$PWD|$(cksum <setup.py)"
 
 if [ -d "$folder" ] && [ "$(describe "$folder/bin/python" || true)" != "$wanted" ]; then
-    [ -f "$folder/pyvenv.cfg" ] || [ -z "$(ls -A "$folder")" ] || { say "is no virtual environment; move it away, then run this again"; exit 1; }
-    say "its Python is broken or not ${wanted%% *}: making it anew"
-    rm -rf "$folder"
+    if [ -f "$made" ]; then
+        say "its Python is broken or not ${wanted%% *}: making it anew"
+        rm -rf "$folder"
+    elif ! rmdir "$folder" 2>/dev/null; then # not empty
+        what="no virtual environment"
+        [ ! -f "$folder/pyvenv.cfg" ] || what="an environment that launch/ did not make, and its Python is broken or not ${wanted%% *}"
+        say "is $what; move it away, then run this again"
+        exit 1
+    fi
 fi
 if [ ! -d "$folder" ]; then
     say "making it with Python ${wanted%% *}"
+    mkdir -p "$folder"
+    : >"$made"
     "$python" -m venv "$folder" || { rm -rf "$folder"; exit 1; }
 fi
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$fingerprint" ]; then

@@ -4,7 +4,8 @@
 #   launch/find_python.sh          the newest of 3.13, 3.12, 3.11
 #   launch/find_python.sh 3.11     that version only
 #
-# Looks at PATH, then at pyenv's versions. A shim that answers with an error is no Python. Exit status 1 where there is none.
+# Looks at PATH, then at pyenv's versions. A shim that answers with an error is no Python, and a
+# free-threaded build is passed over. Exit status 1 where there is none.
 set -u
 
 versions="${1:-3.13 3.12 3.11}"
@@ -12,8 +13,10 @@ pyenv_root="${PYENV_ROOT:-${HOME:-/nonexistent}/.pyenv}"
 
 # What a usable interpreter prints: the path of the program itself, behind every shim and link.
 probe='
-import ensurepip, ssl, sys, venv, zlib
+import ensurepip, ssl, sys, sysconfig, venv, zlib
 if "%d.%d" % sys.version_info[:2] != sys.argv[1] or sys.implementation.name != "cpython":
+    sys.exit(1)
+if sysconfig.get_config_var("Py_GIL_DISABLED"):  # free-threaded: many packages have no wheels for it
     sys.exit(1)
 print(sys.executable)
 '

@@ -34,10 +34,11 @@ started=$SECONDS
 summary=()
 failed=0
 
-environment() { # environment FOLDER PYTHON EXTRAS
-    local from=$SECONDS
-    launch/env.sh "$@"
-    summary+=("$(printf '%5d s  environment %s' $((SECONDS - from)) "$1")")
+environment() { # environment FOLDER PYTHON EXTRAS: status 1, and the whole script's in the end, where it cannot be installed
+    local from=$SECONDS outcome=""
+    launch/env.sh "$@" || outcome=": FAILED" failed=1
+    summary+=("$(printf '%5d s  environment %s%s' $((SECONDS - from)) "$1" "$outcome")")
+    [ -z "$outcome" ]
 }
 
 suite() { # suite TITLE FOLDER MARKERS: run the tests that MARKERS choose; none at all is fine
@@ -57,7 +58,7 @@ newest_version="$("$newest" -c 'import sys; print("%d.%d" % sys.version_info[:2]
 parity=.venv-parity
 if [ "$newest_version" = 3.11 ]; then
     parity=.venv-test
-    environment .venv-test "$newest" test,parity
+    environment .venv-test "$newest" test,parity || { parity="" && environment .venv-test "$newest" test; }
 else
     environment .venv-test "$newest" test
 fi
@@ -74,9 +75,15 @@ long) suite "long, Python $newest_version" .venv-test "long" ;;
     if [ -z "$old" ]; then
         summary+=("         parity: not run, it needs Python 3.11 (torch's CPU build installs there)")
     else
-        [ "$parity" = .venv-test ] || environment "$parity" "$old" test,parity
-        suite "parity, Python 3.11" "$parity" "parity"
-        if [ "$tier" = full ] && [ "$parity" != .venv-test ]; then
+        if [ "$parity" = .venv-parity ]; then
+            environment "$parity" "$old" test,parity || parity=""
+        fi
+        if [ -z "$parity" ]; then
+            summary+=("         parity: not run, its environment could not be installed")
+        else
+            suite "parity, Python 3.11" "$parity" "parity"
+        fi
+        if [ "$tier" = full ] && [ "$parity" = .venv-parity ]; then
             suite "core, Python 3.11" "$parity" "$core"
         fi
     fi

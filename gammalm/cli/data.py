@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 EXAMPLE_PREPARE = """examples:
-  gammalm data prepare --source open-mix --vocab-size 16384 --max-mb 60
+  gammalm data prepare --source open-mix --vocab-size 16384 --max-mb 60 --out data/open-mix-16k
   gammalm data prepare --source web-en=pages.jsonl.gz code=src.parquet notes.txt --out data/mine
   gammalm data prepare --source stdlib          (offline)
 """
@@ -30,7 +30,7 @@ def add_parser(subparsers) -> None:
         "prepare",
         help="text to a SentencePiece tokenizer, token shards and a manifest",
         description="Read text, drop exact duplicates, split by document, train a lossless SentencePiece tokenizer, write token shards. "
-        "Done before with the same arguments, it says so and ends.",
+        "Done before with the same arguments, it says so and ends; a corpus made with other arguments is replaced only if told so.",
         epilog=EXAMPLE_PREPARE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -53,6 +53,7 @@ def add_parser(subparsers) -> None:
         help="text to take in all, split evenly over domains, languages and sources as far as each goes (of files: their beginning); "
         "default 0: everything, with a few very large sources capped",
     )
+    prepare.add_argument("--replace", action="store_true", help="put it in the place of a corpus that was made with other arguments")
     prepare.add_argument("--json", action="store_true", help="print the manifest as JSON on stdout")
     prepare.set_defaults(run=run)
 
@@ -82,7 +83,7 @@ def _prepare(args) -> int:
     def note(line):
         print(line, file=sys.stderr, flush=True)
 
-    request = Request(tuple(args.source), args.out, args.vocab_size, args.max_mb)
+    request = Request(tuple(args.source), args.out, args.vocab_size, args.max_mb, args.replace)
     manifest = prepare(request, note)
     if args.json:
         print(json.dumps(manifest, ensure_ascii=False))

@@ -4,7 +4,6 @@ Exit status: 0 done, 1 a fault of data, files or training, 2 a command line or c
 """
 
 import argparse
-import errno
 import functools
 import importlib
 import os
@@ -12,6 +11,7 @@ import sys
 
 from gammalm import __version__
 from gammalm.errors import GammalmError
+from gammalm.files import DISK_FULL
 
 # Subcommand -> its line in `gammalm --help`; its module is gammalm.cli.<name>, imported only when it is the one chosen.
 COMMANDS = {
@@ -21,8 +21,6 @@ COMMANDS = {
     "data": "prepare a corpus: tokenizer and token shards; look into one",
     "inspect": "a config's parameters and how each is initialized",
 }
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:

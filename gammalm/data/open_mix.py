@@ -10,13 +10,19 @@ import hashlib
 import json
 import sysconfig
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gammalm.data import clean
 from gammalm.data.fetch import Package, extract
+from gammalm.data.spool import LeftOut
+from gammalm.errors import DataError
+from gammalm.files import DISK_FULL
 
 SHORTEST = 30  # characters; shorter documents are titles without a text
+# What reading raises where a package no longer is what it was: files moved, renamed keys, another format, damage.
+CHANGED = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError, DataError)
 Unit = tuple[str, Callable[[], list[str]]]  # a name, and what reads its documents
 
 
@@ -348,23 +354,39 @@ class SourceTask:
         return self.quota
 
     def documents(self, skipped, scratch: Path) -> Iterator[tuple[str, str]]:
-        """(group, text) of each document, unpacked in `scratch`; `skipped` counts files that are no UTF-8 and documents too short."""
+        """(group, text) of each document, unpacked in `scratch`; `skipped` counts files that are no UTF-8 and documents too short.
+
+        Raises LeftOut where the package is not what it was, or gives no document.
+        """
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            if self.archive:
-                extract(self.archive, Path(folder), self.source.patterns)
-            units = sorted(self.source.units(Path(folder)), key=lambda unit: hashlib.blake2b(unit[0].encode()).digest())
-            for _, read in units:
-                try:
-                    documents = read()
-                except UnicodeDecodeError:
-                    skipped["undecodable"] += 1
-                    continue
-                for document in documents:
-                    if len(document) < SHORTEST:
-                        skipped["too_short"] += 1
-                        continue
-                    for part in clean.split_long(document):
-                        yield self.source.group, part
+            empty = True
+            try:
+                for part in self._parts(skipped, Path(folder)):
+                    empty = False
+                    yield self.source.group, part
+            except CHANGED as error:
+                if isinstance(error, OSError) and error.errno in DISK_FULL:
+                    raise
+                told = str(error).replace(f"{folder}/", "")
+                raise LeftOut(f"its package is not as expected, {type(error).__name__}: {told[:200]}") from error
+            if empty:
+                counts = ", ".join(f"{n} {reason}" for reason, n in skipped.items())
+                raise LeftOut(f"no usable document in its package: {counts or 'nothing is where it was expected'}")
+
+    def _parts(self, skipped, folder: Path) -> Iterator[str]:
+        if self.archive:
+            extract(self.archive, folder, self.source.patterns)
+        for _, read in sorted(self.source.units(folder), key=lambda unit: hashlib.blake2b(unit[0].encode()).digest()):
+            try:
+                documents = read()
+            except UnicodeDecodeError:
+                skipped["undecodable"] += 1
+                continue
+            for document in documents:
+                if len(document) < SHORTEST:
+                    skipped["too_short"] += 1
+                else:
+                    yield from clean.split_long(document)
 
     def __reduce__(self):  # functions of a Source do not pickle: workers look it up by name
         return _source_task, (self.source.name, self.archive, self.quota)

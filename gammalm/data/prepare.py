@@ -7,7 +7,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import errno
 import multiprocessing
 import os
 import shutil
@@ -22,6 +21,7 @@ import numpy as np
 from gammalm.data import open_mix, readers, shards, spool, tokenizer
 from gammalm.data.fetch import fetch
 from gammalm.errors import DataError
+from gammalm.files import DISK_FULL
 from gammalm.progress import Progress
 
 BUCKET_BYTES = 24 * 2**20  # of text that a worker holds at a time
@@ -31,18 +31,19 @@ ENCODED_AT_ONCE = 2**20  # bytes of text
 SAMPLE_BYTES = 10 * 2**20  # of text the tokenizer is trained on, the same for every group as far as it goes
 SAMPLE_DOCUMENT = 16 * 2**10  # characters of one document in the sample
 WORKER_PROBLEMS = (BrokenProcessPool, MemoryError)
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What to prepare. `source`: open-mix, stdlib, tfds:NAME, or files as readers.file_tasks takes them. `max_mb`: megabytes of text (10^6
-    bytes; 0: all). `out`: the folder to make; None: data/<name of the source>."""
+    bytes; 0: all). `out`: the folder to make; None: data/<name of the source>.
+    `replace`: put it in the place of a corpus made with other arguments."""
 
     source: tuple[str, ...]
     out: Path | None = None
     vocab_size: int = 16384
     max_mb: float = 0.0
+    replace: bool = False
     quiet: bool = False
 
     @property
@@ -99,38 +100,45 @@ def prepare(request: Request, note=lambda line: None) -> dict:
     """Prepare a corpus and return its manifest, with "already_prepared" true where the same request was already fulfilled.
 
     `note` receives lines for people: sources and licences, what is left out, what is wrong. Raises DataError: nothing to read, no room,
-    a folder that is not ours in the way, a vocabulary too small.
+    a folder that is not ours or a corpus made with other arguments in the way, a vocabulary too small.
     """
     out = request.folder
     if request.vocab_size < tokenizer.MIN_VOCAB or request.max_mb < 0:
         raise DataError(f"--vocab-size must be at least {tokenizer.MIN_VOCAB} (256 bytes and the letters), --max-mb at least 0.")
     arguments = request.arguments()
-    if (manifest := _already(out, arguments, note)) is not None:
+    if (manifest := _already(out, arguments, request.replace, note)) is not None:
         return manifest | {"already_prepared": True}
     try:
         with _building(out) as work:
             manifest = _build(request, arguments, work, note)
             _publish(work, out)
     except OSError as error:
-        hint = "Free some room" if error.errno in NO_ROOM else "Check its permissions"
+        hint = "Free some room" if error.errno in DISK_FULL else "Check its permissions"
         raise DataError(f"Preparing {out} failed: {error.strerror} ({error.filename or out}). {hint}, or choose another --out.") from error
     except WORKER_PROBLEMS as error:
         raise DataError("A worker process ended, most likely for lack of memory. Close other programs, or give --max-mb.") from error
     return manifest | {"already_prepared": False}
 
 
-def _already(out: Path, arguments: dict, note) -> dict | None:
+def _already(out: Path, arguments: dict, replace: bool, note) -> dict | None:
     """The manifest where `out` was prepared by the same arguments and is whole; None where it must be prepared (anew).
 
-    Raises DataError where something that is no prepared corpus is in the way.
+    Raises DataError where something that is no prepared corpus is in the way, or, unless `replace`, a corpus made with other arguments.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if not (out / shards.MANIFEST).is_file():
         raise DataError(f"{out} exists and is no prepared corpus. Choose another --out.")
     manifest = shards.read_manifest(out)
-    if manifest["arguments"] != arguments:
-        note(f"{out} was prepared with other arguments or from files that have changed: it is replaced")
+    made = manifest["arguments"]
+    if any(made[name] != arguments[name] for name in ("source", "vocab_size", "max_mb")):
+        told = f"--source {' '.join(made['source'])} --vocab-size {made['vocab_size']} --max-mb {made['max_mb']:g}"
+        if not replace:
+            raise DataError(f"{out} holds a corpus made with other arguments: {told}. Give another --out, or --replace to lose that one.")
+        note(f"{out} was prepared with other arguments ({told}): it is replaced")
+        return None
+    if made["files"] != arguments["files"]:
+        note(f"{out} was prepared from files that have changed since: it is replaced")
         return None
     try:
         shards.check_files(out, manifest)
@@ -181,6 +189,13 @@ def _build(request: Request, arguments: dict, work: Path, note) -> dict:
     buckets = min(MAX_BUCKETS, max(1 if total <= IN_PROCESS_BYTES else 2 * workers, -(-total // BUCKET_BYTES)))
     with _pool(0 if total <= IN_PROCESS_BYTES else workers) as run:
         found = _read(tasks, spool_folder, buckets, run, request.quiet)
+        unusable = [
+            {"name": task.name, "group": task.source.group, "reason": part.problem}
+            for task, part in zip(tasks, found, strict=True)
+            if part.problem
+        ]
+        for line in left_out_lines(unusable):
+            note(line)
         model = _train_tokenizer(spool_folder, buckets, found, request, workers)
         (result / shards.TOKENIZER).write_bytes(model)
         tok = tokenizer.Tokenizer(model)
@@ -196,8 +211,8 @@ def _build(request: Request, arguments: dict, work: Path, note) -> dict:
         "tokenizer": shards.describe(result, result / shards.TOKENIZER) | {"vocab_size": tok.vocab_size, "eod_id": tok.eod_id},
         "token_bytes": shards.describe(result, result / shards.TOKEN_BYTES),
         "groups": groups,
-        "sources": [_source_entry(task, found[i], duplicates[i]) for i, task in enumerate(tasks)],
-        "left_out": left_out,
+        "sources": [_source_entry(task, found[i], duplicates[i]) for i, task in enumerate(tasks) if not found[i].problem],
+        "left_out": left_out + unusable,
     }
     shards.write_manifest(result, manifest)
     return manifest
@@ -275,6 +290,8 @@ def _read(tasks, folder: Path, buckets: int, run, quiet: bool) -> list[spool.Spo
     whole = spool.merge(found)
     progress.close(f"{sum(whole.documents.values()):,} documents, {sum(whole.bytes.values()) / 1e6:.1f} MB of text")
     if not whole.documents:
+        if problems := [f"{task.name}: {part.problem}" for task, part in zip(tasks, found, strict=True) if part.problem]:
+            raise DataError(f"No source can be used. {'; '.join(problems)}.")
         reasons = ", ".join(f"{n} {reason}" for reason, n in whole.skipped.items()) or "there are none"
         raise DataError(f'No usable document in {", ".join(t.name for t in tasks)}: {reasons}. Text is expected under the key "text".')
     return found

@@ -7,13 +7,13 @@ token; its offsets, int64 [documents + 1], say where each begins and the last en
 """
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 
 from gammalm.data.fetch import file_sha256
 from gammalm.errors import DataError
+from gammalm.files import write_json_atomic
 
 FORMAT = 1  # of the folder; raised when its meaning changes
 MANIFEST = "manifest.json"
@@ -86,15 +86,14 @@ def describe(root: Path, path: Path) -> dict:
 
 
 def write_manifest(root: Path, manifest: dict) -> None:
-    temporary = root / (MANIFEST + ".tmp")
-    temporary.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, root / MANIFEST)
+    write_json_atomic(root / MANIFEST, manifest)
 
 
 def read_manifest(root) -> dict:
     """The manifest of a prepared folder. Raises DataError where there is none, where it is damaged, or of another format."""
     path = Path(root) / MANIFEST
-    remedy = f"Prepare it: gammalm data prepare --out {root}"
+    source = Path(root).name if Path(root).name in ("open-mix", "stdlib") else "SOURCE"
+    remedy = f"Prepare it: gammalm data prepare --source {source} --vocab-size V --out {root}, with V at most the model's vocab_size."
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["format"]

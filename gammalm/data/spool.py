@@ -21,14 +21,20 @@ VALIDATION_SHARE = 0.0075  # of all documents, by hash
 VALIDATION_DOCUMENTS = 4  # at least, per group, but never above a tenth of it (and one of at least two)
 
 
+class LeftOut(Exception):
+    """Raised by `task.documents`: this source cannot be used, for the reason given, and the others can."""
+
+
 @dataclasses.dataclass
 class Spooled:
-    """What reading one task found: `documents` and `bytes` per group, skips by reason, the smallest split keys per group."""
+    """What reading one task found: `documents` and `bytes` per group, skips by reason, the smallest split keys per group. `problem`: why
+    nothing of it was kept, where it was left out."""
 
     documents: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     bytes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     skipped: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     lowest: dict = dataclasses.field(default_factory=dict)
+    problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +58,27 @@ def split_key(digest: bytes) -> int:
 
 
 def spool(task, index: int, folder: Path, buckets: int) -> Spooled:
-    """Write the documents of `task` (number `index`) into the bucket files of this process, up to the task's quota of bytes (0: all)."""
-    found, held, total = Spooled(), [bytearray() for _ in range(buckets)], 0
+    """Write the documents of `task` (number `index`) into the bucket files of this process, up to the task's quota of bytes (0: all).
+
+    A task that is left out half-way takes back what it had written.
+    """
+    files = [folder / f"{bucket:04d}-{os.getpid()}.bin" for bucket in range(buckets)]
+    before = [file.stat().st_size if file.exists() else 0 for file in files]
+    try:
+        return _spool(task, index, folder, files)
+    except LeftOut as reason:
+        for file, size in zip(files, before, strict=True):
+            if file.exists():
+                os.truncate(file, size)
+        return Spooled(problem=str(reason))
+
+
+def _spool(task, index: int, folder: Path, files: list[Path]) -> Spooled:
+    found, buckets, total = Spooled(), len(files), 0
+    held = [bytearray() for _ in files]
 
     def flush(bucket):
-        with open(folder / f"{bucket:04d}-{os.getpid()}.bin", "ab") as file:
+        with open(files[bucket], "ab") as file:
             file.write(held[bucket])
         held[bucket].clear()
 

@@ -67,14 +67,8 @@ class Tokenizer:
         """Token ids of a text, or of each text of a list. `decode` gives the text back exactly; no control token is ever added."""
         if isinstance(text, str):
             return self._encode_unsafe(text) if self._unsafe.search(text) else self._sp.encode(text)
-        unsafe = [i for i, t in enumerate(text) if self._unsafe.search(t)]
-        if not unsafe:
-            return self._sp.encode(text)
-        ids = (
-            self._sp.encode([t if i not in set(unsafe) else "" for i, t in enumerate(text)])
-            if len(unsafe) < len(text)
-            else [[]] * len(text)
-        )
+        unsafe = {i for i, t in enumerate(text) if self._unsafe.search(t)}
+        ids = self._sp.encode(["" if i in unsafe else t for i, t in enumerate(text)])
         for i in unsafe:
             ids[i] = self._encode_unsafe(text[i])
         return ids

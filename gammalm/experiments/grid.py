@@ -124,7 +124,7 @@ Space = list[Cell]
 
 def values(key: str, choices: Iterable[Scalar], label: str | None = None) -> Space:
     """One cell per value of `key`, named and labelled by `label` (default: the key, or its last part): `gamma0.5`, `gamma1`."""
-    label = label or key.rsplit(".", 1)[-1]
+    label = label or {"learning_rate": "lr"}.get(last := key.rsplit(".", 1)[-1], last)
     return [_cell(label + _text(value), {label: value}, {key: value}) for value in choices]
 
 

@@ -5,6 +5,7 @@
 
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -25,7 +26,7 @@ CELLS_AT_ONCE = 16  # of one program: their states are in memory together
 
 def default_mode() -> str:
     """How cells are trained unless told: on CPU measured (docs/benchmarks.md); on an accelerator one small cell leaves the chip idle."""
-    return "single" if jax.default_backend() == "cpu" else "vmap"
+    return "map" if jax.default_backend() == "cpu" else "vmap"
 
 
 def run_grid(grid: Grid, workdir: Path, *, mode: str | None = None, retry_failed: bool = False, devices=None) -> list[dict]:
@@ -41,13 +42,12 @@ def run_grid(grid: Grid, workdir: Path, *, mode: str | None = None, retry_failed
     rows, notices = read_results(workdir)
     for notice in notices:
         _say(notice)
-    settled = ("done",) if retry_failed else ("done", "failed")
-    todo = [cell for cell in grid.cells if rows.get(cell.name, {}).get("status") not in settled]
+    todo = [cell for cell in grid.cells if not _settled(rows.get(cell.name, {}), retry_failed)]
     if len(todo) < len(grid.cells):
         _say(f"{len(grid.cells) - len(todo)} of {len(grid.cells)} cells are done already")
 
     for cell in todo:
-        if rows.get(cell.name, {}).get("status") == "failed":  # its last checkpoint is of a halted state
+        if rows.get(cell.name, {}).get("halted"):  # its last checkpoint is of the halted state
             shutil.rmtree(workdir / "cells" / cell.name / "checkpoints", ignore_errors=True)
 
     programs, began, finished = Programs(devices), time.monotonic(), 0
@@ -65,6 +65,11 @@ def run_grid(grid: Grid, workdir: Path, *, mode: str | None = None, retry_failed
     return [rows[cell.name] for cell in grid.cells]
 
 
+def _settled(row: dict, retry_failed: bool) -> bool:
+    """Whether a cell with this row is left alone: done, or its own numbers went wrong. Faults of data, disk or memory may have passed."""
+    return row.get("status") == "done" or (row.get("halted", False) and not retry_failed)
+
+
 def _record(grid: Grid, workdir: Path) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     file, data = workdir / "grid.json", json.loads(json.dumps(grid.to_json()))
@@ -80,14 +85,27 @@ def _groups(cells: list[Cell], mode: str) -> list[list[Cell]]:
     by_program: dict[str, list[Cell]] = {}
     for cell in cells:
         by_program.setdefault(signature(cell.config()), []).append(cell)
-    return [same[i : i + CELLS_AT_ONCE] for same in by_program.values() for i in range(0, len(same), CELLS_AT_ONCE)]
+    groups = []
+    for same in by_program.values():
+        size = _cells_at_once(same[0].config())
+        groups += [same[i : i + size] for i in range(0, len(same), size)]
+    return groups
+
+
+def _cells_at_once(config) -> int:
+    """At most CELLS_AT_ONCE, and no more than fit into half of a device's memory with their moments and gradients in fp32."""
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(CELLS_AT_ONCE, memory // 2 // (16 * Model(config.model).parameter_count)))
 
 
 def _train(group: list[Cell], workdir: Path, programs: Programs, mode: str, title: str) -> list[Outcome]:
-    """The outcomes of a group's runs; a fault of the whole group is the outcome of each."""
+    """The outcomes of a group's runs; a fault of the whole group is the outcome of each, but for a config that cannot run at all."""
     runs = [Run(cell.config(), workdir / "cells" / cell.name, cell.name) for cell in group]
     try:
+        mode = mode if len(runs) > 1 else "single"
         return train(runs, programs, mode=mode, cell_devices=_cell_devices(runs, mode, len(programs.devices or jax.devices())), title=title)
+    except ConfigError:
+        raise
     except (GammalmError, jax.errors.JaxRuntimeError) as error:
         return [Outcome(steps=0, tokens=0, seconds=0.0, error=f"{type(error).__name__}: {error}") for _ in group]
 
@@ -114,6 +132,7 @@ def _row(cell: Cell, outcome: Outcome) -> dict:
         "parameters": Model(cell.config().model).parameter_count,
         "seconds": outcome.seconds,
         "error": outcome.error,
+        "halted": outcome.halted,
     }
 
 

@@ -98,10 +98,9 @@ class Attention(nnx.Module):
     ("elementwise").
     """
 
-    def __init__(self, c, dtype):
+    def __init__(self, c):
         embed, heads, groups, size = c.d_model, c.n_heads, c.n_kv_heads, c.head_dim
         project = functools.partial(declare, fan_in=("embed",))
-        self.dtype = dtype
         self.gated = c.gate
         self.q = project((embed, heads, size), ("embed", "heads", "head_dim"), fan_out=("heads", "head_dim"), role="qk")
         self.k = project((embed, groups, size), ("embed", "kv_heads", "head_dim"), fan_out=("kv_heads", "head_dim"), role="qk")

@@ -14,7 +14,7 @@ from flax import nnx
 from gammalm.initializers import ParamSpec
 from gammalm.models.attention import Attention
 from gammalm.models.loss import summed_loss, token_losses
-from gammalm.models.parts import RMSNorm, SwiGLU, declare, rope_angles, shard_rows, whole_width
+from gammalm.models.parts import RMSNorm, SwiGLU, declare, rope_angles, shard_rows, softcap, whole_width
 
 # Modules are pytrees here; graph mode would wrap every call in its own tracing machinery.
 nnx.set_graph_mode(False)
@@ -32,9 +32,9 @@ class Block(nnx.Module):
         dtype = jnp.dtype(c.dtype)
         self.dtype = dtype
         self.attn_norm = RMSNorm(c.d_model)
-        self.attn = Attention(c, dtype)
+        self.attn = Attention(c)
         self.ffn_norm = RMSNorm(c.d_model)
-        self.ffn = SwiGLU(c.d_model, c.d_ff, dtype)
+        self.ffn = SwiGLU(c.d_model, c.d_ff)
 
     def attend(self, x_BTD, angles, segments_BT, eps):
         """The stream after the attention branch."""
@@ -141,7 +141,7 @@ class Decoder(nnx.Module):
         """All logits [B, T, V] in fp32: for short sequences and tests; training never holds them."""
         x_BTD = self.hidden(tokens_BT, segments_BT, eps)
         logits = jnp.einsum("btd,vd->btv", x_BTD, self.head_matrix().astype(x_BTD.dtype), preferred_element_type=jnp.float32)
-        return logits if not self.softcap else self.softcap * jnp.tanh(logits / self.softcap)
+        return softcap(logits, self.softcap)
 
 
 class Model:

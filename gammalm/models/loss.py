@@ -68,13 +68,12 @@ def _loss_and_gradients(x_BTD, w, targets_BT, weights_BT, *, cap, chunk):
             d_logits *= 1 - jnp.square(logits / cap)  # the derivative of cap·tanh(z/cap)
         d_logits = d_logits.astype(x.dtype)
         d_x = jnp.einsum("bnv,vd->bnd", d_logits, w)
-        # As [D, V], because XLA:CPU transposes the left operand and x is the smaller one.
-        d_w += jnp.einsum("bnd,bnv->dv", x, d_logits, preferred_element_type=jnp.float32)
+        d_w += jnp.einsum("bnv,bnd->vd", d_logits, x, preferred_element_type=jnp.float32)
         return (total + jnp.sum(loss * weights), d_w), d_x
 
-    start = (jnp.zeros((), jnp.float32), jnp.zeros(w.shape[::-1], jnp.float32))
+    start = (jnp.zeros((), jnp.float32), jnp.zeros(w.shape, jnp.float32))
     (total, d_w), d_x = jax.lax.scan(one, start, _chunks(x_BTD, targets_BT, weights_BT, chunk=chunk))
-    return total, d_w.T, jnp.moveaxis(d_x, 0, 1).reshape(x_BTD.shape)
+    return total, d_w, jnp.moveaxis(d_x, 0, 1).reshape(x_BTD.shape)
 
 
 def _each_device_its_rows(function):

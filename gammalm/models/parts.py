@@ -102,8 +102,7 @@ def softcap(x, cap: float):
 class SwiGLU(nnx.Module):
     """down(silu(gate x) · up x), no biases (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, d_model: int, d_ff: int, dtype):
-        self.dtype = dtype
+    def __init__(self, d_model: int, d_ff: int):
         self.gate = declare((d_model, d_ff), ("embed", "ffn"), fan_in=("embed",), fan_out=("ffn",), role="ffn")
         self.up = declare((d_model, d_ff), ("embed", "ffn"), fan_in=("embed",), fan_out=("ffn",), role="ffn")
         self.down = declare((d_ff, d_model), ("ffn", "embed"), fan_in=("ffn",), fan_out=("embed",), role="ffn", residual_out=True)

@@ -28,12 +28,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from gammalm.errors import CheckpointError, ConfigError
-from gammalm.files import sync_folder
+from gammalm.files import DISK_FULL, sync_folder
 from gammalm.training.integrity import SEAL, inspect, seal
 
 STEP_NAME = re.compile(r"\d{9,}")
 LEFTOVER_NAME = re.compile(r"(\d{9,})\.(saving|deleting).*")
-FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_ERRNOS = (*DISK_FULL, errno.EFBIG)
 PATHS_SHOWN = 12  # of a tree that does not fit, in the error
 
 log = logging.getLogger(__name__)

@@ -4,20 +4,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gammalm.sharding.mesh import batch_sharding
 from gammalm.training.step import loss_and_gradients, split_batch
 
 
-def first_fault(model, params, batch, norm_eps) -> str:
-    """One sentence naming the first non-finite parameter, layer or gradient of the step that `batch` makes from `params`."""
+def first_fault(program, params, batch, config) -> str:
+    """One sentence naming the first non-finite parameter, layer or gradient of the step that the host's `batch` makes from `params`."""
+    model, eps = program.model, config.model.norm_eps
 
     def check(params, batch):
         inputs, _, _, segments = split_batch(batch)
-        streams = model.bind(params).finite_by_layer(inputs, segments, norm_eps)
-        loss, gradients, _ = loss_and_gradients(model, params, batch, norm_eps, 1)
+        streams = model.bind(params).finite_by_layer(inputs, segments, eps)
+        loss, gradients, _ = loss_and_gradients(model, params, batch, eps, config.batch.micro_batches)
         finite = lambda tree: jax.tree.map(_finite_by_layer, tree)  # noqa: E731
         return finite(params), streams, jnp.isfinite(loss), finite(gradients)
 
-    parameters, (embedded, attended_L, fed_L), loss, gradients = jax.device_get(jax.jit(check)(params, batch))
+    try:
+        with jax.set_mesh(program.mesh):
+            found = jax.device_get(jax.jit(check)(params, jax.device_put(batch, batch_sharding(program.mesh))))
+    except jax.errors.JaxRuntimeError as error:
+        return f"which layer is not known, the check failed ({str(error)[:100]})"
+    parameters, (embedded, attended_L, fed_L), loss, gradients = found
     bad = _first_bad_path(parameters)
     if bad:
         return f"parameter {bad} is not finite before the step"

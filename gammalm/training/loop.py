@@ -4,6 +4,7 @@ Metrics are read a step late, so the device never waits for the host. What a run
 batches of step n are a pure function of (seed, n), so a run that was killed goes on as if nothing had happened.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -15,7 +16,7 @@ import numpy as np
 
 from gammalm.data.load import open_split
 from gammalm.data.loader import Loader
-from gammalm.errors import CheckpointError, DataError, TrainingError
+from gammalm.errors import DataError, TrainingError
 from gammalm.models.flops import training_flops_per_token
 from gammalm.progress import Progress
 from gammalm.sharding.devices import peak_flops
@@ -39,7 +40,7 @@ class Run:
 
 @dataclasses.dataclass
 class Outcome:
-    """How one run ended. `validation`: the last validation row; `error`: what stopped it, or None."""
+    """How one run ended. `validation`: the last validation row; `error`: what stopped it, or None; `halted`: that was its own numbers."""
 
     steps: int
     tokens: int
@@ -47,6 +48,7 @@ class Outcome:
     train_loss: float | None = None
     validation: dict | None = None
     error: str | None = None
+    halted: bool = False
 
 
 class _Lane:
@@ -80,9 +82,13 @@ def train(runs: list[Run], programs: Programs, *, mode: str = "single", cell_dev
     program = programs.get(lanes[0].config, lanes[0].train.token_bytes, **how)
     for lane in lanes:
         prepare(lane.run.workdir, lane.config, program.model.specs)
-    checkpointers = [Checkpointer(lane.run.workdir / "checkpoints", keep=lane.config.train.checkpoints_kept) for lane in lanes]
     try:
-        return _Group(lanes, program, checkpointers, title).run()
+        with contextlib.ExitStack() as stack:
+            checkpointers = [
+                stack.enter_context(Checkpointer(lane.run.workdir / "checkpoints", keep=lane.config.train.checkpoints_kept))
+                for lane in lanes
+            ]
+            return _Group(lanes, program, checkpointers, title).run()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -90,9 +96,6 @@ def train(runs: list[Run], programs: Programs, *, mode: str = "single", cell_dev
             f"{lanes[0].run.name}: the device has too little memory ({' '.join(str(error).split())[:200]}). More batch.micro_batches, "
             "model.remat=full, a smaller model.loss_chunk or a larger mesh.fsdp need less."
         ) from error
-    finally:
-        for checkpointer in checkpointers:
-            checkpointer.close()
 
 
 class _Group:
@@ -106,6 +109,9 @@ class _Group:
         self.scalars = program.scalars([scalars(lane.config) for lane in lanes])
         self.start, self.state, self.seconds = self._restore()
         self.metrics = [Metrics(lane.run.workdir, self.start) for lane in lanes]
+        if self.start < self.steps:
+            for metrics in self.metrics:
+                metrics.record_versions(self.start)
         self.last_mark = self.began = time.monotonic()
         self.last_logged = self.start
         self.shown, self.rate, self.waited = math.nan, 0.0, 0.0  # on the progress line
@@ -114,16 +120,15 @@ class _Group:
         self.mfu_per_rate = flops / (peak * program.mesh.size) if peak else None
 
     def _restore(self):
-        """(step, state, seconds spent before) from the newest step that every lane still has; from the beginning where there is none."""
+        """(step, state, seconds each spent before) from the newest step that all lanes have; from the beginning where there is none.
+
+        A lane that is further (it was trained alone before) repeats steps: they come out the same.
+        """
         found = [c.restore_latest(self.program.abstract_state) for c in self.checkpointers]
-        common = min((r[0] if r else 0) for r in found)
+        newest = min((restored[0] if restored else 0) for restored in found)
+        common = max(set.intersection(*(set(c.steps()) for c in self.checkpointers)) & set(range(newest + 1)), default=0)
         states, seconds = [], 0.0
         for lane, checkpointer, restored in zip(self.lanes, self.checkpointers, found, strict=True):
-            if common and restored[0] != common and common not in checkpointer.steps():
-                raise CheckpointError(
-                    f"{lane.run.workdir}: its checkpoints ({checkpointer.steps()}) do not include step {common}, where the runs trained "
-                    "with it stand. Train them one at a time: --mode single."
-                )
             if not common:
                 states.append(self.program.init(lane.config))
                 continue
@@ -199,6 +204,7 @@ class _Group:
             self.metrics[i].write("train", step, {
                 "tokens": self.lanes[i].tokens(step),
                 "loss": float(values["loss"][i]),
+                "counted_tokens": int(values["tokens"][i]),
                 "learning_rate": float(values["learning_rate"][i]),
                 "grad_norm": float(values["grad_norm"][i]),
                 "tokens_per_s": round(self.rate / len(self.lanes), 1),
@@ -219,16 +225,19 @@ class _Group:
         """Ends lane `i`, whose numbers went wrong in `step`; its state is that before the step."""
         lane = self.lanes[i]
         params = self.program.pick(self.state, i)["params"]
-        fault = first_fault(self.program.model, params, lane.train.batch(step - 1), lane.config.model.norm_eps)
+        fault = first_fault(self.program, params, lane.train.batch(step - 1), lane.config)
         lane.error = f"step {step}: loss or gradient is not finite: {fault}. Parameters were left as before the step."
         self.metrics[i].write("halted", step, {"error": lane.error})
 
     def _save(self, step: int) -> None:
-        seconds = round(self.seconds + time.monotonic() - self.began, 3)
         for i, checkpointer in enumerate(self.checkpointers):
             if step > max(checkpointer.steps(), default=-1):
-                extra = {"seconds": seconds, "error": self.lanes[i].error, "tokenizer": self.lanes[i].train.tokenizer_sha256}
+                extra = {"seconds": self._seconds(), "error": self.lanes[i].error, "tokenizer": self.lanes[i].train.tokenizer_sha256}
                 checkpointer.save(step, self.program.pick(self.state, i), extra)
+
+    def _seconds(self) -> float:
+        """Wall-clock seconds of each lane: lanes that trained together share theirs."""
+        return round(self.seconds + (time.monotonic() - self.began) / len(self.lanes), 2)
 
     def _validate(self, step: int) -> None:
         """One row per lane: token-weighted loss over the whole validation split, by domain and over all."""
@@ -239,13 +248,21 @@ class _Group:
         progress = Progress("validation", sum(batches.values()), "batches")
         for domain, count in batches.items():
             sums = [dict.fromkeys(("nats", "tokens", "bytes"), 0.0) for _ in self.lanes]
+            pending = None  # read a batch late, as in training
+
+            def read(found, sums=sums, domain=domain):
+                for name, values in jax.device_get(found).items():
+                    for total, value in zip(sums, np.atleast_1d(values), strict=True):
+                        total[name] += float(value)
+                progress.advance(1, domain)
+
             for batch in itertools.islice(split.validation(domain), count):
                 batch = self.program.put([batch] * len(self.lanes))
-                found = jax.device_get(self.program.validate(self.state["params"], batch, self.scalars["norm_eps"]))
-                for i, total in enumerate(sums):
-                    for name in total:
-                        total[name] += float(np.atleast_1d(found[name])[i])
-                progress.advance(1, domain)
+                found = self.program.validate(self.state["params"], batch, self.scalars["norm_eps"])
+                if pending is not None:
+                    read(pending)
+                pending = found
+            read(pending)
             for i, total in enumerate(sums):
                 tables[i][domain] = total
         for lane, metrics, table in zip(self.lanes, self.metrics, tables, strict=True):
@@ -261,8 +278,9 @@ class _Group:
         tail = [row["loss"] for row in rows if row["kind"] == "train" and row["step"] > (1 - TAIL) * self.steps]
         step = max((row["step"] for row in rows if row["kind"] == "train"), default=0)
         return Outcome(
-            steps=step, tokens=lane.tokens(step), seconds=round(self.seconds + time.monotonic() - self.began, 1),
+            steps=step, tokens=lane.tokens(step), seconds=self._seconds(),
             train_loss=float(np.mean(tail)) if tail else None, validation=_validation_at(rows, self.steps), error=lane.error,
+            halted=lane.error is not None,
         )  # fmt: skip
 
 

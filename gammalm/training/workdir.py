@@ -5,6 +5,7 @@
 
 import functools
 import importlib.metadata
+import json
 import platform
 import subprocess
 from pathlib import Path
@@ -51,17 +52,16 @@ def _commit() -> str:
 
 
 def prepare(workdir: Path, config, specs) -> None:
-    """Makes the folder and records config, versions and init table. Raises ConfigError if another config's run is in it."""
+    """Makes the folder and records config and init table. Raises ConfigError if another config's run is in it."""
     workdir.mkdir(parents=True, exist_ok=True)
     saved = workdir / "config.json"
-    if saved.exists():
+    if saved.exists() and ((workdir / "checkpoints").exists() or read_jsonl(workdir / "metrics.jsonl")):  # else no step was taken
         before, now = leaves(from_json(saved)), leaves(config)
         differing = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
         if differing:
             pairs = ", ".join(f"{name} {before.get(name)!r} -> {now[name]!r}" for name in differing[:5])
             raise ConfigError(f"{workdir} holds a run with another config ({pairs}). Choose another --workdir, or the same config.")
     to_json(config, saved)
-    write_json_atomic(workdir / "versions.json", versions())
     c = config.model
     write_json_atomic(workdir / "init_table.json", init_table(specs, config.init, d_model=c.d_model, n_layers=c.n_layers))
 
@@ -73,15 +73,20 @@ class Metrics:
         import_tensorflow()
         from clu import metric_writers
 
-        self._file = workdir / "metrics.jsonl"
+        self._file, self._versions = workdir / "metrics.jsonl", workdir / "versions.json"
         rows = read_jsonl(self._file)
         kept = [row for row in rows if row["step"] <= step]
         if len(kept) < len(rows):
-            write_text_atomic(self._file, "")
-            for row in kept:
-                append_jsonl(self._file, row)
+            write_text_atomic(self._file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
         # In a thread of its own: the first scalar makes TensorFlow import much of itself.
         self._board = metric_writers.AsyncWriter(metric_writers.SummaryWriter(str(workdir / "tensorboard")))
+
+    def record_versions(self, step: int) -> None:
+        """versions.json says what a run began with; where it goes on with others, a row "resumed" says so."""
+        if step == 0 or not self._versions.exists():
+            write_json_atomic(self._versions, versions())
+        elif json.loads(self._versions.read_text(encoding="utf-8")) != versions():
+            self.write("resumed", step, {"versions": versions()})
 
     def write(self, kind: str, step: int, values: dict) -> None:
         """Adds one row; numbers go to TensorBoard as `kind/name` too."""

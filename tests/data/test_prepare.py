@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -180,23 +179,46 @@ def test_water_level():
     assert open_mix.water_level(1000, {"a": 1, "b": 2}) == {"a": 1, "b": 2}
 
 
-def test_prepared_before_ends_at_once_and_changes_prepare_anew(tmp_path):
+def test_prepared_before_ends_at_once_and_changes_prepare_anew(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in TEXTS])
     out = tmp_path / "out"
     notes = []
     first = run([path], out)
     stamp = (out / "manifest.json").stat().st_mtime_ns
-    begin = time.perf_counter()
-    again = run([path], out)
-    assert again == first | {"already_prepared": True} and time.perf_counter() - begin < 1
+    with monkeypatch.context() as patch:
+        patch.delattr(prepare_module, "_build")  # nothing is read, encoded or written
+        patch.delattr(prepare_module, "_building")
+        assert run([path], out) == first | {"already_prepared": True}
     assert (out / "manifest.json").stat().st_mtime_ns == stamp
     shard = next((out / "shards" / "train").glob("*00.npy"))
     shard.write_bytes(shard.read_bytes()[:-1])
     request = Request((str(path),), out, vocab_size=600, quiet=True)
     assert not prepare(request, notes.append)["already_prepared"] and "bytes and should have" in notes[0]
     write_jsonl(path, [{"text": t} for t in TEXTS[:30]])
-    assert prepare(request, notes.append)["sources"][0]["documents"] == 30 and "other arguments" in notes[1]
+    assert prepare(request, notes.append)["sources"][0]["documents"] == 30 and "have changed" in notes[1]
     assert {p.name for p in tmp_path.iterdir()} == {"a.jsonl", "out"}
+
+
+def test_a_corpus_made_with_other_arguments_is_replaced_only_when_told(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in TEXTS])
+    out = tmp_path / "out"
+    first = run([path], out)
+    for other in ({"vocab_size": 700}, {"max_mb": 0.001}):
+        with pytest.raises(DataError, match="other arguments: .*a.jsonl --vocab-size 600 --max-mb 0. Give another --out, or --replace"):
+            run([path], out, **other)
+    with pytest.raises(DataError, match="other arguments"):
+        run([f"notes={path}"], out)
+    assert run([path], out) == first | {"already_prepared": True}
+    assert run([path], out, replace=True) == first | {"already_prepared": True}
+    second = run([path], out, vocab_size=700, replace=True)
+    assert second["arguments"]["vocab_size"] == 700 and shards.read_manifest(out) | {"already_prepared": False} == second
+
+
+def test_a_missing_folder_is_told_with_the_command_that_makes_it(tmp_path):
+    with pytest.raises(DataError, match="gammalm data prepare --source open-mix --vocab-size V --out .*/open-mix, with V at most"):
+        shards.read_manifest(tmp_path / "open-mix")
+    with pytest.raises(DataError, match="gammalm data prepare --source SOURCE --vocab-size V --out .*/mine, with V at most"):
+        shards.read_manifest(tmp_path / "mine")
 
 
 def test_what_is_not_ours_stays(tmp_path):

@@ -19,7 +19,10 @@ def loss_of(labels, noise=0.0):
     return 3.35 - 0.04 * (gamma - 0.5) + 0.035 * (math.log(rate) - bottom) ** 2 + arm + 0.01 * seed + noise
 
 
-def write_study(workdir, spec="grids/quickstart:lrs=0.003/0.01/0.03,seeds=3", *, skip=(), fail=(), noise=0.004, order=None, seed=0, curves=True):
+THREE_SEEDS = "grids/quickstart:lrs=0.003/0.01/0.03,seeds=3"
+
+
+def write_study(workdir, spec=THREE_SEEDS, *, skip=(), fail=(), noise=0.004, order=None, seed=0, curves=True):
     """Writes the workdir of the grid `spec`; cells in `skip` are unfinished, those in `fail` failed. Gives the grid."""
     rng = random.Random(seed)
     grid = load_grid(spec)

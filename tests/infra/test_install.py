@@ -64,6 +64,14 @@ def test_the_newest_wins_wherever_it_is(tmp_path):
     assert find(home=tmp_path, version=["3.12"]).returncode == 1
 
 
+def test_a_free_threaded_build_is_passed_over(tmp_path):
+    """The interpreter here, once as it is and once saying of itself that it was built without the lock."""
+    says = "import sysconfig; sysconfig.get_config_var = lambda name: {} if name == 'Py_GIL_DISABLED' else None"
+    for value, status in ((1, 1), (0, 0)):
+        program(tmp_path / "bin/python3", f'#!{BASH}\nexec {REAL} -I -c "{says.format(value)}\n$3" "$4"\n')
+        assert find(tmp_path / "bin", home=tmp_path, version=[OWN]).returncode == status
+
+
 def test_a_name_is_not_believed(tmp_path):
     other = next(v for v in ("3.13", "3.12") if v != OWN)
     real(tmp_path / "bin", f"python{other}")
@@ -100,7 +108,7 @@ def checkout(tmp_path):
         )
         return done.returncode, len(calls.read_text().splitlines()), done.stdout
 
-    env.root, env.needed = root, needed
+    env.root, env.needed, env.python = root, needed, python
     return env
 
 
@@ -130,6 +138,16 @@ def test_a_folder_that_is_no_environment_is_left_alone(checkout):
     assert (status, calls) == (1, 0) and mine.read_text() == "keep" and "is no virtual environment" in output
 
 
+def test_an_environment_made_by_hand_is_used_and_never_deleted(checkout):
+    folder = checkout.root / ".venv"
+    program(folder / "bin/python", checkout.python.read_text())
+    (folder / "pyvenv.cfg").touch()
+    assert checkout()[:2] == (0, 1)  # its Python fits: installed into it
+    program(folder / "bin/python", f"#!{BASH}\nexit 127\n")
+    status, calls, output = checkout()
+    assert (status, calls) == (1, 1) and (folder / "pyvenv.cfg").exists() and "did not make" in output
+
+
 def test_installing_is_tried_three_times(checkout):
     checkout.needed.write_text("3")
     assert checkout()[:2] == (0, 3)
@@ -139,6 +157,25 @@ def test_installing_is_tried_three_times(checkout):
     assert (status, calls) == (1, 6) and "could not be installed" in output
     checkout.needed.write_text("1")
     assert checkout()[:2] == (0, 7)  # a failed attempt leaves no stamp behind
+
+
+@pytest.mark.parametrize("parity_status", [0, 1])
+def test_a_parity_environment_that_fails_is_told_and_the_rest_runs(tmp_path, parity_status):
+    """launch/test.sh with a stand-in for installing, and for the environment's Python, which writes down what is tested."""
+    shutil.copytree(REPO / "launch", tmp_path / "launch")
+    ran = tmp_path / "ran"
+    python = program(tmp_path / "python", f'#!{BASH}\ncase "$*" in *pytest*) echo "$0" >>{ran} ;; *) echo 3.13 ;; esac\n')
+    program(tmp_path / "launch/find_python.sh", f"#!{BASH}\necho {python}\n")
+    program(
+        tmp_path / "launch/env.sh",
+        f'#!{BASH}\nmkdir -p "$1/bin" && cp {python} "$1/bin/python"\n[ "$1" != .venv-parity ] || exit {parity_status}\n',
+    )
+    done = subprocess.run([BASH, tmp_path / "launch/test.sh"], capture_output=True, text=True)
+    tested = ran.read_text().split()
+    assert done.returncode == parity_status, done.stdout + done.stderr
+    assert tested == [".venv-test/bin/python", ".venv-parity/bin/python"][: 2 - parity_status]
+    assert ("environment .venv-parity: FAILED" in done.stdout) == bool(parity_status)
+    assert "in all" in done.stdout
 
 
 def test_a_wheel_holds_the_configs(tmp_path):

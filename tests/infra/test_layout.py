@@ -1,6 +1,8 @@
 """The house rules that a machine can check: file length, docstrings, import direction, no machine paths, ruff."""
 
 import ast
+import fnmatch
+import os
 import re
 import subprocess
 import sys
@@ -29,15 +31,52 @@ MAY_IMPORT = {
 }
 
 
-def repository_files() -> list[Path]:
-    """What git tracks or would track, as paths in the repository."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, capture_output=True, text=True, check=True)
-    return [Path(line) for line in listed.stdout.splitlines() if (REPO / line).is_file()]
+# Folders that are none of the repository's, for where git cannot say: wherever they are, and at the root.
+LEAVINGS = (".git", ".venv*", ".cache", "__pycache__", ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints", "*.egg-info", "build", "dist")
+LEAVINGS_AT_ROOT = ("data", "runs", "shared")
+
+
+def repository_files(root: Path = REPO) -> list[Path]:
+    """What git tracks or would track, as paths in the repository; without git or its metadata, what a walk finds beside leavings."""
+    if (root / ".git").exists():
+        command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "-co", "--exclude-standard"]
+        try:
+            listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError):
+            return walked_files(root)
+        return [Path(name) for name in listed.split("\0") if name and (root / name).is_file()]
+    return walked_files(root)
+
+
+def walked_files(root: Path) -> list[Path]:
+    found = []
+    for folder, below, names in os.walk(root):
+        leavings = LEAVINGS + LEAVINGS_AT_ROOT * (Path(folder) == root)
+        below[:] = [name for name in below if not any(fnmatch.fnmatchcase(name, pattern) for pattern in leavings)]
+        found += [(Path(folder) / name).relative_to(root) for name in names]
+    return found
 
 
 @pytest.fixture(scope="module")
 def files():
     return repository_files()
+
+
+@pytest.mark.parametrize("git", ["none", "refuses"])
+def test_files_are_found_without_git(tmp_path, git, monkeypatch):
+    kept = ["README.md", ".ci/run", "gammalm/data/load.py", "tests/data/test_load.py"]
+    left = [".venv-test/lib/a.py", "data/open-mix/b.py", "runs/c.py", "x/__pycache__/d.py", ".cache/jax/e", "g.egg-info/f", "build/g.py"]
+    for name in kept + left:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    if git == "refuses":
+        (tmp_path / ".git").mkdir()  # empty: git ends with an error
+        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert sorted(map(str, repository_files(tmp_path))) == sorted(kept)
+
+
+def test_the_walk_finds_what_git_lists(files):
+    assert set(files) <= set(walked_files(REPO))
 
 
 def test_files_are_short(files):
