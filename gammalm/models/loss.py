@@ -71,7 +71,10 @@ def _loss_and_gradients(x_BTD, w, targets_BT, weights_BT, *, cap, chunk):
         d_w += jnp.einsum("bnv,bnd->vd", d_logits, x, preferred_element_type=jnp.float32)
         return (total + jnp.sum(loss * weights), d_w), d_x
 
-    start = (jnp.zeros((), jnp.float32), jnp.zeros(w.shape, jnp.float32))
+    # A zero that the compiler cannot see through: XLA:CPU fails on a bf16 product alone whose fp32 result is then transposed, which is
+    # what one chunk and an untied head would come to.
+    zero = 0.0 * x_BTD[0, 0, 0].astype(jnp.float32)
+    start = (jnp.zeros((), jnp.float32), jnp.broadcast_to(zero, w.shape))
     (total, d_w), d_x = jax.lax.scan(one, start, _chunks(x_BTD, targets_BT, weights_BT, chunk=chunk))
     return total, d_w, jnp.moveaxis(d_x, 0, 1).reshape(x_BTD.shape)
 
