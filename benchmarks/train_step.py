@@ -26,6 +26,9 @@ HERE = Path(__file__).resolve().parent
 WARMUP = 2  # steps of each contestant that are not counted
 PAUSE = 0.02  # seconds between turns: the last one's worker threads go to sleep
 
+# What gammalm/memory.py sets for our own process: the peer is measured with it too, or the ratio would measure the allocator.
+KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+
 SHAPES = {
     "small": dict(n_layers=4, d_model=256, n_heads=4, head_dim=64, d_ff=704, vocab_size=4096, seq_len=256, batch=16, learning_rate=1e-3),
     "125m": dict(n_layers=12, d_model=768, n_heads=12, head_dim=64, d_ff=2048, vocab_size=50304, seq_len=512, batch=2, learning_rate=6e-4),
@@ -90,11 +93,11 @@ def our_worker(spec: dict) -> None:
 class Contestant:
     """A worker process and its measured steps."""
 
-    def __init__(self, name: str, python: str, script: list[str], spec: dict):
+    def __init__(self, name: str, python: str, script: list[str], spec: dict, more_env: dict | None = None):
         self.name, self.spec, self.steps = name, spec, []
         threads = str(spec["threads"])
         # Nothing but the CPU; torch's thread count is set in its worker, XLA takes one thread per core.
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **(more_env or {})}
         self.process = subprocess.Popen(
             [python, *script, json.dumps(spec)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
         )
@@ -146,8 +149,9 @@ def ours(name: str, spec: dict, **choice) -> Contestant:
     return Contestant(name, sys.executable, [str(Path(__file__).resolve()), "--worker"], {**spec, "choice": choice})
 
 
-def peer(python: str, spec: dict) -> Contestant:
-    return Contestant("transformers Llama, torch", python, [str(HERE / "_peer_llama.py")], spec)
+def peer(python: str, spec: dict, malloc: dict | None = None) -> Contestant:
+    name = "the same, freed memory kept" if malloc else "transformers Llama, torch"
+    return Contestant(name, python, [str(HERE / "_peer_llama.py")], spec, malloc)
 
 
 def show(title: str, results: list[dict]) -> None:
@@ -203,10 +207,14 @@ def main() -> None:
             np.save(path, ids.astype(np.int32))
             for dtype in args.dtypes:
                 spec = {**size, "dtype": dtype, "tokens": path, "threads": args.threads}
-                makers = [lambda spec=spec: peer(args.peer_python, spec), lambda spec=spec: ours("gammalm", spec)]
+                makers = [
+                    lambda spec=spec: peer(args.peer_python, spec),
+                    lambda spec=spec: peer(args.peer_python, spec, KEEP_FREED_MEMORY),
+                    lambda spec=spec: ours("gammalm", spec),
+                ]
                 results = take_turns(makers, 3 if args.quick else 15 if shape == "small" else 5)
                 show(f"{shape}, {dtype}, {size['batch']} x {size['seq_len']} tokens", results)
-                report["peer"].append({"shape": shape, "dtype": dtype, "ratio": _ratio(results), "results": results})
+                report["peer"].append({"shape": shape, "dtype": dtype, **_ratios(results), "results": results})
         if not args.skip_choices:
             spec = {**SHAPES["small"], "dtype": "bfloat16", "tokens": f"{folder}/small.npy", "threads": args.threads}
             makers = [lambda name=name, choice=choice: ours(name, spec, **choice) for name, choice in CHOICES.items()]
@@ -216,10 +224,10 @@ def main() -> None:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _ratio(results: list[dict]) -> float:
-    """Our tokens/s over the peer's."""
-    peer, mine = results
-    return mine["tokens_per_s"] / peer["tokens_per_s"]
+def _ratios(results: list[dict]) -> dict:
+    """Our tokens/s over those of the peer as it comes, and of the peer with our way of keeping memory."""
+    plain, kept, mine = (r["tokens_per_s"] for r in results)
+    return {"ratio": mine / plain, "ratio_same_malloc": mine / kept}
 
 
 if __name__ == "__main__":

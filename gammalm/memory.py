@@ -7,8 +7,8 @@ import sys
 def keep_freed_memory() -> None:
     """Tells glibc to keep freed memory for the next step; call it before JAX starts its threads. Without glibc it does nothing.
 
-    XLA:CPU allocates its scratch, hundreds of MB, anew for each step. Given back to the system in between, it costs page faults worth
-    15 to 25 % of a small step (docs/benchmarks.md). GPU and TPU backends keep their memory anyway.
+    XLA:CPU allocates its scratch, hundreds of MB, anew for each step. Given back to the system in between, the page faults made a
+    small step 1.2 to 1.5 times as long (docs/benchmarks.md). GPU and TPU backends keep their memory anyway.
     """
     if sys.platform != "linux":
         return
