@@ -245,6 +245,7 @@ class _Group:
         split = self.lanes[0].validation
         tables: list[dict] = [{} for _ in self.lanes]
         batches = {domain: min(split.validation_batches(domain), limit or 10**9) for domain in split.domains}
+        batches = {domain: count for domain, count in batches.items() if count}  # a single token has no context: nothing to predict
         progress = Progress("validation", sum(batches.values()), "batches")
         for domain, count in batches.items():
             sums = [dict.fromkeys(("nats", "tokens", "bytes"), 0.0) for _ in self.lanes]

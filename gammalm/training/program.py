@@ -41,7 +41,6 @@ class Program:
         self.cells = cells
         self.mesh: Mesh = make_mesh({**config.mesh.to_dict(), "cell": cell_devices}, devices)
         check_batch(config.batch.sequences, config.batch.micro_batches, self.mesh)
-        self._token_bytes = jnp.asarray(token_bytes)
 
         lead = () if cells is None else ("cell",)
         self.batch_sharding = batch_sharding(self.mesh, lead)
@@ -55,7 +54,7 @@ class Program:
         state = one if cells is None else jax.tree.map(lambda s: NamedSharding(self.mesh, PartitionSpec("cell", *s.spec)), one)
 
         step = make_step(self.model, config)
-        validate = make_validation(self.model, self._token_bytes)
+        validate = make_validation(self.model, jnp.asarray(token_bytes))
         if cells is not None:
             step, validate = (over_cells(f, mode, self.mesh) for f in (step, validate))
         jit = functools.partial(jax.jit, compiler_options=compiler_options())
