@@ -12,7 +12,6 @@ NOT_X86_LINUX = "platform_system != 'Linux' or platform_machine != 'x86_64'"
 TORCH = [  # on 3.12 and later the default build of torch is a CUDA build of several GB: the parity environment is a 3.11 one
     "torch>=2.13,<2.14; python_version < '3.12'",
     "transformers>=5.24,<5.25; python_version < '3.12'",
-    "safetensors>=0.5,<0.9; python_version < '3.12'",
 ]
 
 setup(
@@ -33,6 +32,7 @@ setup(
         "optax>=0.2.8,<0.3",
         "orbax-checkpoint>=0.12.8,<0.13",
         "pyarrow>=18,<27",
+        "safetensors>=0.8,<0.9",
         "scipy>=1.14,<2",
         "sentencepiece>=0.2.1,<0.3",
         "tensorboard>=2.20,<3",  # clu's writers import it and do not declare it

@@ -1,10 +1,12 @@
-"""Dense γ language models: the four sizes of the paper, a 16-head 1.5B for comparison with other trainers, and
-`tiny` and `nano` for CPUs.
+"""γ language models: the paper's four dense sizes and two mixtures of experts, a 16-head 1.5B for comparison with other
+trainers, and `tiny`, `nano` and `tiny-moe` for CPUs.
 
     --config lm:size=125m,gamma=1.0,eps=1e-12,gate=elementwise,batch=8,steps=1000
+    --config lm:size=moe-1.5b-a0.25b,attention=mla
 
-Every argument has a type and a default (`ARGS`); every leaf of the config changes something. Source: GPT-3's sizes with
-RMSNorm, SwiGLU and RoPE (the paper, sections 4.1 and 4.3); widths, warm-up and decay reconstructed (docs/science.md, section 9).
+Every argument has a type and a default (`ARGS`); every leaf of the config changes something, and a leaf that only one kind of
+attention or feed-forward layer reads exists only there. Source: GPT-3's sizes with RMSNorm, SwiGLU and RoPE, DeepSeek's experts and
+latent attention (the paper, sections 4.1 and 4.3); widths, warm-up and decay reconstructed (docs/science.md, section 9).
 """
 
 import dataclasses
@@ -13,6 +15,16 @@ from ml_collections import ConfigDict
 
 from gammalm.config import typed_args
 from gammalm.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture: routed experts, how many of them a token gets, experts that every token gets, and the width of one expert."""
+
+    n_experts: int
+    top_k: int
+    n_shared: int
+    d_expert: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +43,11 @@ class Size:
     vocab_size: int = 50304
     tie_embeddings: bool = True
     total_tokens: float = 36e9
+    warmup_share: float = 375e6 / 36e9  # GPT-3's 375M tokens of warm-up within the paper's 36B
+    experts: Experts | None = None
 
 
+# A mixture's dense width (its first layers may be dense) is what a token gets of the experts; rates are GPT-3's at the active size.
 SIZES = {
     "nano": Size(2, 48, 2, 24, 128, 112, 128, 4096, 1e-2, vocab_size=1024, total_tokens=2e6),
     "tiny": Size(2, 64, 2, 32, 176, 160, 128, 4096, 1e-2, vocab_size=2048, total_tokens=6e6),
@@ -41,7 +56,16 @@ SIZES = {
     "760m": Size(24, 1536, 16, 96, 4096, 3584, 2048, 2**19, 2.5e-4),
     "1.5b": Size(24, 2048, 24, 128, 5440, 4416, 2048, 2**20, 2e-4),
     "1.5b-16h": Size(24, 2048, 16, 128, 5440, 4752, 2048, 2**20, 2e-4, vocab_size=64000, tie_embeddings=False),
-}
+    "tiny-moe": Size(2, 64, 2, 32, 160, 160, 128, 4096, 1e-2, vocab_size=2048, total_tokens=6e6, experts=Experts(16, 4, 1, 32)),
+    "moe-1.5b-a0.25b": Size(
+        12, 1024, 16, 64, 3456, 3456, 2048, 2**20, 3.8e-4, vocab_size=64000, total_tokens=100e9, warmup_share=375e6 / 100e9,
+        experts=Experts(96, 8, 1, 384),
+    ),
+    "moe-3b-a0.5b": Size(
+        16, 1536, 12, 128, 3456, 3456, 2048, 2**20, 2.75e-4, vocab_size=64000, total_tokens=100e9, warmup_share=375e6 / 100e9,
+        experts=Experts(96, 8, 1, 384),
+    ),
+}  # fmt: skip
 
 # Argument -> default. Zero (or an empty text) means "as the size says".
 ARGS = {
@@ -49,6 +73,7 @@ ARGS = {
     "gamma": 1.0,
     "eps": 1e-12,
     "gate": "elementwise",
+    "attention": "mha",  # mha | mla
     "match_width": True,  # shrink F under the elementwise gate so that parameter counts match
     "vocab": 0,
     "seq_len": 0,
@@ -62,7 +87,6 @@ ARGS = {
 }
 
 SHORT_RUN = 100  # a run of fewer steps is a trial: validating it on the whole split would take longer than training it
-WARMUP_SHARE = 375e6 / 36e9  # GPT-3's 375M tokens of warm-up within the paper's 36B
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -70,6 +94,8 @@ def get_config(arg: str = "") -> ConfigDict:
     args = typed_args(arg, ARGS, where="configs/lm.py")
     if args.size not in SIZES:
         raise ConfigError(f"configs/lm.py: size={args.size!r} is none of {', '.join(SIZES)}.")
+    if args.attention not in ("mha", "mla"):
+        raise ConfigError(f"configs/lm.py: attention={args.attention!r} is none of mha, mla.")
     size = SIZES[args.size]
     seq_len = args.seq_len or size.seq_len
     batch = args.batch or max(1, size.batch_tokens // seq_len)
@@ -83,18 +109,40 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.d_model = size.d_model
     c.model.n_layers = size.n_layers
     c.model.n_heads = size.n_heads
-    c.model.n_kv_heads = size.n_heads
-    c.model.head_dim = size.head_dim
+    c.model.attention = args.attention  # mha | mla
+    if args.attention == "mla":
+        c.model.mla = ConfigDict()
+        c.model.mla.q_rank = 0  # of the queries' latent; 0: none
+        c.model.mla.kv_rank = size.d_model // 4
+        c.model.mla.nope_dim = size.head_dim  # of each query and key, without position
+        c.model.mla.rope_dim = size.head_dim // 2  # of each query and key, rotated; all heads share the key's
+        c.model.mla.v_dim = size.head_dim
+    else:
+        c.model.n_kv_heads = size.n_heads
+        c.model.head_dim = size.head_dim
+        c.model.qk_norm = False
+    c.model.ffn = "moe" if size.experts else "dense"
+    if size.experts:
+        c.model.moe = ConfigDict()
+        c.model.moe.n_experts = size.experts.n_experts
+        c.model.moe.top_k = size.experts.top_k
+        c.model.moe.n_shared = size.experts.n_shared
+        c.model.moe.d_expert = size.experts.d_expert
+        c.model.moe.first_k_dense = 0  # layers before the first mixture, with an FFN of width d_ff
+        c.model.moe.score = "sigmoid"  # sigmoid | softmax
+        c.model.moe.route_scale = 1.0  # of the gates, which sum to 1 before
+        c.model.moe.bias_rate = 1e-3  # step of the selection bias against unequal load; 0: none
+        c.model.moe.balance_loss = 1e-4  # weight of the sequence-wise balance loss; 0: none
+        c.model.moe.backend = "auto"  # auto | dense | blocked | ragged | tokamax
     c.model.d_ff = size.d_ff_gated if args.gate == "elementwise" and args.match_width else size.d_ff
     c.model.norm_eps = args.eps
     c.model.gate = args.gate  # none | headwise | elementwise
     c.model.tie_embeddings = size.tie_embeddings
     c.model.rope_theta = 10_000.0
-    c.model.qk_norm = False
     c.model.logit_softcap = 0.0  # 0: none
     c.model.dtype = "bfloat16"  # of matrix products; norms, softmax and loss are fp32 always
     c.model.residual_dtype = "bfloat16"
-    c.model.remat = "none" if args.size in ("nano", "tiny") else "full"  # none | dots | full
+    c.model.remat = "none" if args.size in ("nano", "tiny", "tiny-moe") else "full"  # none | dots | full
     c.model.scan_unroll = 1  # layers compiled side by side per scan step
     c.model.loss_chunk = 1024  # tokens whose logits exist at one time; 0: all
 
@@ -125,7 +173,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.optimizer.no_decay = ("norm",)  # parameter roles without weight decay
     c.optimizer.clip = 1.0  # global gradient norm; 0: none
     c.optimizer.schedule = "cosine"  # cosine | wsd | constant
-    c.optimizer.warmup_steps = round(steps * WARMUP_SHARE)
+    c.optimizer.warmup_steps = round(steps * size.warmup_share)
     c.optimizer.final_fraction = 0.1  # of the peak rate, at the last step
     c.optimizer.cooldown_share = 0.2  # share of the steps that wsd spends decaying
 
@@ -140,5 +188,6 @@ def get_config(arg: str = "") -> ConfigDict:
     c.mesh = ConfigDict()  # sizes of the mesh axes; -1: what is left of the devices
     c.mesh.data = -1
     c.mesh.fsdp = 1
+    c.mesh.expert = 1
     c.mesh.tensor = 1
     return c.lock()

@@ -206,8 +206,11 @@ def call(spec: str, function: str) -> Any:
 
 
 def load_config(spec: str, overrides: Iterable[tuple[str, Any]] = ()) -> ConfigDict:
-    """The locked config that `spec` names, after `overrides` (see `apply_overrides`). `validate` it before use. Raises ConfigError."""
-    config = call(spec, "get_config")
+    """The locked config that `spec` names, after `overrides` (see `apply_overrides`). `validate` it before use. Raises ConfigError.
+
+    A name that ends in .json is a saved config, such as a run's config.json.
+    """
+    config = from_json(spec) if spec.endswith(".json") else call(spec, "get_config")
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"{spec}: get_config returned a {type(config).__name__}; it must return an ml_collections.ConfigDict.")
     return apply_overrides(config, overrides)

@@ -40,6 +40,7 @@ _BOOL = ("true or false", lambda v: isinstance(v, bool))
 _TEXT = ("a text that is not empty", lambda v: isinstance(v, str) and v != "")
 _TEXTS = ('a list of texts such as ("norm",)', lambda v: isinstance(v, tuple | list) and all(isinstance(t, str) for t in v))
 _DTYPE = _one_of("bfloat16", "float32")
+_EVEN = ("an even whole number of at least 2 (RoPE turns pairs)", lambda v: _is_int(v) and v >= 2 and v % 2 == 0)
 _MESH_AXIS = ("a whole number of at least 1, or -1 for what is left of the devices", lambda v: _is_int(v) and (v >= 1 or v == -1))
 
 RULES: dict[str, Check] = {
@@ -48,14 +49,13 @@ RULES: dict[str, Check] = {
     "model.d_model": _whole(1),
     "model.n_layers": _whole(1),
     "model.n_heads": _whole(1),
-    "model.n_kv_heads": _whole(1),
-    "model.head_dim": ("an even whole number of at least 2 (RoPE turns pairs)", lambda v: _is_int(v) and v >= 2 and v % 2 == 0),
     "model.d_ff": _whole(1),
     "model.norm_eps": _POSITIVE,
     "model.gate": _one_of("none", "headwise", "elementwise"),
+    "model.attention": _one_of("mha", "mla"),
+    "model.ffn": _one_of("dense", "moe"),
     "model.tie_embeddings": _BOOL,
     "model.rope_theta": _POSITIVE,
-    "model.qk_norm": _BOOL,
     "model.logit_softcap": _NOT_NEGATIVE,
     "model.dtype": _DTYPE,
     "model.residual_dtype": _DTYPE,
@@ -96,7 +96,33 @@ RULES: dict[str, Check] = {
     "train.checkpoints_kept": _whole(1),
     "mesh.data": _MESH_AXIS,
     "mesh.fsdp": _MESH_AXIS,
+    "mesh.expert": _MESH_AXIS,
     "mesh.tensor": _MESH_AXIS,
+}
+
+# Leaves that exist only where another leaf has this value: nothing else reads them.
+KINDS: dict[tuple[str, str], dict[str, Check]] = {
+    ("model.attention", "mha"): {"model.n_kv_heads": _whole(1), "model.head_dim": _EVEN, "model.qk_norm": _BOOL},
+    ("model.attention", "mla"): {
+        "model.mla.q_rank": _whole(0),
+        "model.mla.kv_rank": _whole(1),
+        "model.mla.nope_dim": _whole(1),
+        "model.mla.rope_dim": _EVEN,
+        "model.mla.v_dim": _whole(1),
+    },
+    ("model.ffn", "dense"): {},
+    ("model.ffn", "moe"): {
+        "model.moe.n_experts": _whole(1),
+        "model.moe.top_k": _whole(1),
+        "model.moe.n_shared": _whole(0),
+        "model.moe.d_expert": _whole(1),
+        "model.moe.first_k_dense": _whole(0),
+        "model.moe.score": _one_of("sigmoid", "softmax"),
+        "model.moe.route_scale": _POSITIVE,
+        "model.moe.bias_rate": _NOT_NEGATIVE,
+        "model.moe.balance_loss": _NOT_NEGATIVE,
+        "model.moe.backend": _one_of("auto", "dense", "blocked", "ragged", "tokamax"),
+    },
 }
 
 
@@ -107,12 +133,35 @@ def _read(config: ConfigDict, name: str) -> Any:
     return node
 
 
+def _alone(config: ConfigDict, rules: dict[str, Check]) -> list[str]:
+    """Breaches of `rules`, leaf by leaf."""
+    found = []
+    for name, (must_be, holds) in rules.items():
+        try:
+            value = _read(config, name)
+        except (KeyError, AttributeError, TypeError):
+            found.append(f"{name} is missing; it must be {must_be}.")
+            continue
+        if not holds(value):
+            found.append(f"{name}={value!r} must be {must_be}.")
+    return found
+
+
 def _across(c: ConfigDict) -> list[str]:
     """Breaches of the rules over several leaves, each of which is good on its own."""
     found = []
     m, b, o, steps = c.model, c.batch, c.optimizer, c.train.steps
-    if m.n_heads % m.n_kv_heads:
+    if m.attention == "mha" and m.n_heads % m.n_kv_heads:
         found.append(f"model.n_heads={m.n_heads} is no multiple of model.n_kv_heads={m.n_kv_heads}; each key head serves as many queries.")
+    if m.ffn == "moe":
+        e = m.moe
+        if e.top_k > e.n_experts:
+            found.append(f"model.moe.top_k={e.top_k} is more than model.moe.n_experts={e.n_experts}; choose fewer.")
+        if e.first_k_dense >= m.n_layers:
+            found.append(
+                f"model.moe.first_k_dense={e.first_k_dense} leaves none of model.n_layers={m.n_layers} for a mixture; lower it, or choose "
+                "a dense size."
+            )
     if b.sequences % b.micro_batches:
         found.append(f"batch.sequences={b.sequences} is no multiple of batch.micro_batches={b.micro_batches}; change one of them.")
     if o.warmup_steps > steps:
@@ -129,15 +178,10 @@ def _across(c: ConfigDict) -> list[str]:
 
 def validate(config: ConfigDict) -> ConfigDict:
     """`config` itself, when every static rule holds. Raises one ConfigError that lists every breach: what, where, what to do."""
-    found = []
-    for name, (must_be, holds) in RULES.items():
-        try:
-            value = _read(config, name)
-        except (KeyError, AttributeError, TypeError):
-            found.append(f"{name} is missing; it must be {must_be}.")
-            continue
-        if not holds(value):
-            found.append(f"{name}={value!r} must be {must_be}.")
+    found = _alone(config, RULES)
+    for (leaf, kind), rules in KINDS.items() if not found else ():
+        if _read(config, leaf) == kind:
+            found += [f"{leaf}={kind!r}: {breach}" for breach in _alone(config, rules)]
     found = found or _across(config)
     if found:
         raise ConfigError("bad config:" + (" " if len(found) == 1 else "\n  ") + "\n  ".join(found))

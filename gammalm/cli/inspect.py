@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 
 from gammalm.cli.options import add_config, config_from
 from gammalm.config import to_dict
@@ -26,18 +25,18 @@ def run(args: argparse.Namespace) -> int:
     m = config.model
 
     from gammalm.initializers import format_table, init_table
-    from gammalm.models.decoder import param_specs
+    from gammalm.models.decoder import Model
 
-    specs = param_specs(m)
-    total = sum(math.prod(spec.shape) for spec in specs.values())
+    model = Model(m)
+    specs, total, active = model.specs, model.parameter_count, model.active_parameter_count
     table = init_table(specs, config.init, d_model=m.d_model, n_layers=m.n_layers) if args.init_table else None
     if args.json:
-        found = {"config": to_dict(config), "parameters": {"total": total}}
+        found = {"config": to_dict(config), "parameters": {"total": total, "active": active}}
         print(json.dumps(found | ({"init_table": table} if args.init_table else {})))
         return 0
     print(
-        f"{total:,} parameters: {m.n_layers} layers, width {m.d_model}, {m.n_heads} heads of {m.head_dim} ({m.n_kv_heads} key heads), "
-        f"FFN {m.d_ff}, vocabulary {m.vocab_size} ({'tied' if m.tie_embeddings else 'untied'} head), gate {m.gate}, norm eps {m.norm_eps:g}"
+        f"{describe_parameters(model)}: {m.n_layers} layers, width {m.d_model}, {_attention(m)}, {_ffn(m)}, "
+        f"vocabulary {m.vocab_size} ({'tied' if m.tie_embeddings else 'untied'} head), gate {m.gate}, norm eps {m.norm_eps:g}"
     )
     print(
         f"{config.train.steps:,} steps of {config.batch.sequences} x {config.data.seq_len} tokens "
@@ -48,3 +47,26 @@ def run(args: argparse.Namespace) -> int:
         print()
         print(format_table(table), end="")
     return 0
+
+
+def describe_parameters(model) -> str:
+    """The parameter count, and of a mixture also how many of them one token meets."""
+    total, active = model.parameter_count, model.active_parameter_count
+    return f"{total:,} parameters" + (f" ({active:,} active)" if active != total else "")
+
+
+def _attention(m) -> str:
+    if m.attention == "mha":
+        return f"{m.n_heads} heads of {m.head_dim} ({m.n_kv_heads} key heads)"
+    latent = f", queries of rank {m.mla.q_rank}" if m.mla.q_rank else ""
+    return (
+        f"{m.n_heads} heads of {m.mla.nope_dim}+{m.mla.rope_dim} rotated, values of {m.mla.v_dim}, latent of rank {m.mla.kv_rank}{latent}"
+    )
+
+
+def _ffn(m) -> str:
+    if m.ffn == "dense":
+        return f"FFN {m.d_ff}"
+    e = m.moe
+    dense = f", after {e.first_k_dense} layers with FFN {m.d_ff}" if e.first_k_dense else ""
+    return f"{e.n_experts} experts of {e.d_expert}, {e.top_k} a token and {e.n_shared} shared{dense}"

@@ -18,8 +18,11 @@ COMMANDS = {
     "train": "train one model",
     "grid": "train every cell of a grid, resumable, then write its report",
     "report": "write the report of a grid that has run",
+    "figure": "one figure or table of the papers",
     "data": "prepare a corpus: tokenizer and token shards; look into one",
     "inspect": "a config's parameters and how each is initialized",
+    "export": "write a trained model for Hugging Face transformers",
+    "import": "read a model of Hugging Face transformers",
 }
 
 

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from gammalm.cli.inspect import describe_parameters
 from gammalm.cli.options import add_config, config_from
 from gammalm.memory import keep_freed_memory
 
@@ -28,15 +29,15 @@ def run(args: argparse.Namespace) -> int:
     from gammalm.training.loop import Run, train
     from gammalm.training.program import Programs
 
-    count = Model(config.model).parameter_count
+    model = Model(config.model)
     tokens = config.batch.sequences * config.data.seq_len
     print(
-        f"{count:,} parameters, {config.train.steps:,} steps of {tokens:,} tokens; gamma {config.init.gamma:g} ({config.init.preset}), "
-        f"eps {config.model.norm_eps:g}, gate {config.model.gate}",
+        f"{describe_parameters(model)}, {config.train.steps:,} steps of {tokens:,} tokens; "
+        f"gamma {config.init.gamma:g} ({config.init.preset}), eps {config.model.norm_eps:g}, gate {config.model.gate}",
         file=sys.stderr,
     )
     (outcome,) = train([Run(config, args.workdir)], Programs())
-    result = {"workdir": str(args.workdir), "parameters": count, **vars(outcome)}
+    result = {"workdir": str(args.workdir), "parameters": model.parameter_count, **vars(outcome)}
     if args.json:
         print(json.dumps(result))
     elif outcome.validation:

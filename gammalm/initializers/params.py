@@ -17,6 +17,7 @@ import numpy as np
 from gammalm.initializers.specs import ParamSpec
 from gammalm.initializers.table import Choice, resolve
 from gammalm.initializers.zoo import Draw
+from gammalm.trees import nested
 
 
 def path_hash(path: str) -> int:
@@ -32,14 +33,10 @@ def init_params(specs: Mapping[str, ParamSpec], init_config, seed: int, *, d_mod
     Raises ConfigError as `table.resolve` does. Source: σ, science 1; common draws across arms, [R].
     """
     root = jax.random.key(seed, impl="threefry2x32")  # named, so that a global default cannot change the parameters
-    tree: dict = {}
-    for path, choices in resolve(specs, init_config, d_model=d_model, n_layers=n_layers).items():
-        *parents, leaf = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = _parameter(jax.random.fold_in(root, path_hash(path)), specs[path], choices, dtype)
-    return tree
+    return nested({
+        path: _parameter(jax.random.fold_in(root, path_hash(path)), specs[path], choices, dtype)
+        for path, choices in resolve(specs, init_config, d_model=d_model, n_layers=n_layers).items()
+    })  # fmt: skip
 
 
 def _parameter(key: jax.Array, spec: ParamSpec, choices: tuple[Choice, ...], dtype) -> jax.Array:

@@ -1,7 +1,8 @@
 """What a model declares of one parameter, so that an initializer can be chosen and its fans computed without guessing from the rank.
 
-Axes are logical names: layers (stacking, always axis 0), vocab, embed, heads, kv_heads, head_dim, ffn, experts. Shapes follow the
-repository's legend: L layers, V vocabulary, D embed, H heads, G kv heads, K head size, F ffn width, E experts.
+Axes are logical names: layers (stacking, always axis 0), vocab, embed, heads, kv_heads, head_dim, rank (of a latent), ffn, experts (copies
+of a matrix), routes (a router's outputs). Shapes follow the repository's legend: L layers, V vocabulary, D embed, H heads, G kv heads,
+K head size, F ffn width, E experts.
 """
 
 import dataclasses

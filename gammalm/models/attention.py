@@ -40,8 +40,8 @@ def _scores(q_BGRtK, k_BGsK, start: int, segments_BT):
 def causal_attention(q_BTGRK, k_BSGK, v_BSGK, segments_BT=None):
     """Softmax attention. Returns the output [B, T, G, R, K] and the fp32 log-sum-exp [B, G, R, T] of the scaled scores.
 
-    `segments_BT`, where given, confines attention to tokens of one segment. The gradient of the log-sum-exp is not
-    propagated: it is there for measurements.
+    Values may have another size than keys; the output has theirs. `segments_BT`, where given, confines attention to tokens of one
+    segment. The gradient of the log-sum-exp is not propagated: it is there for measurements.
     """
     return _attend_forward(q_BTGRK, k_BSGK, v_BSGK, segments_BT)[0]
 
@@ -90,25 +90,38 @@ def _attend_backward(saved, gradients):
 causal_attention.defvjp(_attend_forward, _attend_backward)
 
 
-class Attention(nnx.Module):
-    """Multi-head or grouped-query attention with rotary positions, optional QK-norm, and an output gate.
+def declare_gate(module, kind: str, embed: int, heads: int, size: int) -> None:
+    """Gives `module` the weights of its output gate: one number per head ("headwise"), per head and channel ("elementwise"), or "none"."""
+    module.gate_kind = kind
+    if kind == "elementwise":
+        module.gate = declare(
+            (embed, heads, size), ("embed", "heads", "head_dim"), fan_in=("embed",), fan_out=("heads", "head_dim"), role="gate"
+        )
+    elif kind == "headwise":
+        module.gate = declare((embed, heads), ("embed", "heads"), fan_in=("embed",), fan_out=("heads",), role="gate")
 
-    The gate is Y ⊙ sigmoid(X·W_g) on each head's output before the output projection, X being the normed input that
-    q, k and v see (Qiu et al. 2025, arXiv:2505.06708): one number per head ("headwise") or per head and channel
-    ("elementwise").
+
+def gated(module, y_BTHK, x_BTD):
+    """Y ⊙ sigmoid(X·W_g) on each head's output before the output projection; X is the normed input that q, k and v see.
+
+    Source: Qiu et al. 2025 (arXiv:2505.06708).
     """
+    if module.gate_kind == "none":
+        return y_BTHK
+    gate = jax.nn.sigmoid(product(x_BTD, module.gate[...]))
+    return y_BTHK * (gate[..., None] if module.gate_kind == "headwise" else gate)
+
+
+class Attention(nnx.Module):
+    """Multi-head or grouped-query attention with rotary positions, optional QK-norm, and an output gate."""
 
     def __init__(self, c):
         embed, heads, groups, size = c.d_model, c.n_heads, c.n_kv_heads, c.head_dim
         project = functools.partial(declare, fan_in=("embed",))
-        self.gated = c.gate
         self.q = project((embed, heads, size), ("embed", "heads", "head_dim"), fan_out=("heads", "head_dim"), role="qk")
         self.k = project((embed, groups, size), ("embed", "kv_heads", "head_dim"), fan_out=("kv_heads", "head_dim"), role="qk")
         self.v = project((embed, groups, size), ("embed", "kv_heads", "head_dim"), fan_out=("kv_heads", "head_dim"), role="vo")
-        if c.gate == "elementwise":
-            self.gate = project((embed, heads, size), ("embed", "heads", "head_dim"), fan_out=("heads", "head_dim"), role="gate")
-        elif c.gate == "headwise":
-            self.gate = project((embed, heads), ("embed", "heads"), fan_out=("heads",), role="gate")
+        declare_gate(self, c.gate, embed, heads, size)
         self.out = declare(
             (heads, size, embed), ("heads", "head_dim", "embed"),
             fan_in=("heads", "head_dim"), fan_out=("embed",), role="vo", residual_out=True,
@@ -132,9 +145,5 @@ class Attention(nnx.Module):
         B, T, H, K = q_BTHK.shape
         G = k_BTGK.shape[2]
         y, _ = causal_attention(q_BTHK.reshape(B, T, G, H // G, K), k_BTGK, v_BTGK, segments_BT)
-        y_BTHK = y.reshape(B, T, H, K)
-        if self.gated == "elementwise":
-            y_BTHK *= jax.nn.sigmoid(product(x_BTD, self.gate[...]))
-        elif self.gated == "headwise":
-            y_BTHK *= jax.nn.sigmoid(product(x_BTD, self.gate[...]))[..., None]
+        y_BTHK = gated(self, y.reshape(B, T, H, K), x_BTD)
         return product(y_BTHK.reshape(B, T, H * K), self.out[...].reshape(H * K, -1))

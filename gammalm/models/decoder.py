@@ -1,7 +1,8 @@
 """The decoder: embedding, L stacked pre-norm blocks under one scan, final norm, head; and the bridge to plain parameters.
 
-Parameters are a nested dict of fp32 arrays ("layers/attn/q" and so on). `Model` holds the structure; `Model.bind(params)`
-gives the module to call inside a jitted function. Shape legend: parts.py.
+Parameters are a nested dict of fp32 arrays ("layers/attn/q" and so on); buffers (a mixture's selection bias) are another. `Model` holds
+the structure; `Model.bind(params, buffers)` gives the module to call inside a jitted function. A mixture of experts whose first layers
+are dense has two stacks, `dense_layers` and `layers`, scanned one after the other. Shape legend: parts.py; E experts.
 """
 
 import dataclasses
@@ -14,6 +15,8 @@ from flax import nnx
 from gammalm.initializers import ParamSpec
 from gammalm.models.attention import Attention
 from gammalm.models.loss import summed_loss, token_losses
+from gammalm.models.mla import LatentAttention
+from gammalm.models.moe import MoE
 from gammalm.models.parts import RMSNorm, SwiGLU, declare, rope_angles, shard_rows, softcap, whole_width
 
 # Modules are pytrees here; graph mode would wrap every call in its own tracing machinery.
@@ -26,28 +29,30 @@ REMAT_POLICIES = {
 
 
 class Block(nnx.Module):
-    """x + attention(norm x), then x + ffn(norm x); the residual stream has its own dtype."""
+    """x + attention(norm x), then x + ffn(norm x); the residual stream has its own dtype. `ffn` is dense | moe."""
 
-    def __init__(self, c):
+    def __init__(self, c, ffn: str):
         dtype = jnp.dtype(c.dtype)
         self.dtype = dtype
         self.attn_norm = RMSNorm(c.d_model)
-        self.attn = Attention(c)
+        self.attn = LatentAttention(c) if c.attention == "mla" else Attention(c)
         self.ffn_norm = RMSNorm(c.d_model)
-        self.ffn = SwiGLU(c.d_model, c.d_ff)
+        self.mixed = ffn == "moe"
+        self.ffn = MoE(c) if self.mixed else SwiGLU(c.d_model, c.d_ff)
 
     def attend(self, x_BTD, angles, segments_BT, eps):
         """The stream after the attention branch."""
         normed = self.attn_norm(x_BTD, eps).astype(self.dtype)
         return x_BTD + self.attn(normed, angles, segments_BT, eps).astype(x_BTD.dtype)
 
-    def feed(self, x_BTD, eps):
-        """The stream after the feed-forward branch."""
+    def feed(self, x_BTD, segments_BT, eps):
+        """The stream after the feed-forward branch, and what a mixture measured on the way (moe.measures; empty without one)."""
         normed = self.ffn_norm(x_BTD, eps).astype(self.dtype)
-        return x_BTD + self.ffn(normed).astype(x_BTD.dtype)
+        y_BTD, measured = self.ffn(normed, segments_BT) if self.mixed else (self.ffn(normed), {})
+        return x_BTD + y_BTD.astype(x_BTD.dtype), measured
 
     def __call__(self, x_BTD, angles, segments_BT, eps):
-        return self.feed(self.attend(x_BTD, angles, segments_BT, eps), eps)
+        return self.feed(self.attend(x_BTD, angles, segments_BT, eps), segments_BT, eps)
 
 
 class Head(nnx.Module):
@@ -65,23 +70,26 @@ class Embedding(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A dense decoder built from `config.model`."""
+    """A decoder built from `config.model`."""
 
     def __init__(self, c):
         self.embed = Embedding(c)
-        self.layers = jax.vmap(lambda _: Block(c))(jnp.arange(c.n_layers))
+        first = c.moe.first_k_dense if c.ffn == "moe" else 0
+        self.depths = {"dense_layers": first} if first else {}
+        self.depths["layers"] = c.n_layers - first
+        if first:
+            self.dense_layers = jax.vmap(lambda _: Block(c, "dense"))(jnp.arange(first))
+        self.layers = jax.vmap(lambda _: Block(c, c.ffn))(jnp.arange(c.n_layers - first))
         self.final_norm = RMSNorm(c.d_model)
         if not c.tie_embeddings:
             self.head = Head(c)
         self.tied = c.tie_embeddings
-        self.head_dim = c.head_dim
+        self.rope_dim = c.mla.rope_dim if c.attention == "mla" else c.head_dim
         self.rope_theta = c.rope_theta
         self.dtype = jnp.dtype(c.dtype)
         self.residual_dtype = jnp.dtype(c.residual_dtype)
         self.remat = c.remat
         self.unroll = c.scan_unroll
-        # Layers outside a loop share its program with their backward pass, where merging equal expressions would undo remat.
-        self.outside_loop = c.n_layers <= c.scan_unroll or c.n_layers % c.scan_unroll > 0
         self.softcap = c.logit_softcap
         self.loss_chunk = c.loss_chunk
 
@@ -96,19 +104,28 @@ class Decoder(nnx.Module):
         if segments_BT is not None:
             new = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))
             positions = positions - jax.lax.cummax(jnp.where(new, positions, 0), axis=1)
-        return rope_angles(positions, self.head_dim, self.rope_theta)
+        return rope_angles(positions, self.rope_dim, self.rope_theta)
 
     def hidden(self, tokens_BT, segments_BT, eps):
-        """The normed last hidden state [B, T, D] in the compute dtype."""
+        """The normed last hidden state [B, T, D] in the compute dtype, and what each mixture layer measured ({} without mixtures).
+
+        Measures come out of the scan with a leading layer axis: see moe.measures.
+        """
         angles = self.angles(tokens_BT, segments_BT)
 
         def layer(x_BTD, block):
-            return shard_rows(block(x_BTD, angles, segments_BT, eps)), None
+            x_BTD, measured = block(x_BTD, angles, segments_BT, eps)
+            return shard_rows(x_BTD), measured
 
-        if self.remat != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], prevent_cse=self.outside_loop)
-        x_BTD, _ = jax.lax.scan(layer, shard_rows(self.embed_tokens(tokens_BT)), self.layers, unroll=self.unroll)
-        return self.final_norm(x_BTD, eps).astype(self.dtype)
+        x_BTD = shard_rows(self.embed_tokens(tokens_BT))
+        for name, depth in self.depths.items():
+            step = layer
+            if self.remat != "none":
+                # Layers outside a loop share its program with their backward pass, where merging equal expressions would undo remat.
+                outside_loop = depth <= self.unroll or depth % self.unroll > 0
+                step = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], prevent_cse=outside_loop)
+            x_BTD, measured = jax.lax.scan(step, x_BTD, getattr(self, name), unroll=self.unroll)
+        return self.final_norm(x_BTD, eps).astype(self.dtype), measured
 
     def finite_by_layer(self, tokens_BT, segments_BT, eps):
         """Whether the stream is finite throughout: after the embedding [], after each attention [L] and each feed-forward branch [L]."""
@@ -116,56 +133,80 @@ class Decoder(nnx.Module):
 
         def layer(x_BTD, block):
             attended = block.attend(x_BTD, angles, segments_BT, eps)
-            fed = block.feed(attended, eps)
+            fed, _ = block.feed(attended, segments_BT, eps)
             return fed, (jnp.isfinite(attended).all(), jnp.isfinite(fed).all())
 
         x_BTD = self.embed_tokens(tokens_BT)
-        _, (attended_L, fed_L) = jax.lax.scan(layer, x_BTD, self.layers)
-        return jnp.isfinite(x_BTD).all(), attended_L, fed_L
+        embedded, stacks = jnp.isfinite(x_BTD).all(), []
+        for name in self.depths:
+            x_BTD, finite = jax.lax.scan(layer, x_BTD, getattr(self, name))
+            stacks.append(finite)
+        return embedded, *(jnp.concatenate(parts) for parts in zip(*stacks, strict=True))
 
     def head_matrix(self):
         """The output matrix as [V, D], fp32."""
         return self.embed.table[...] if self.tied else self.head.kernel[...].T
 
     def loss(self, tokens_BT, targets_BT, weights_BT, segments_BT, eps):
-        """Σ weight · loss in nats (fp32 scalar)."""
-        x_BTD = self.hidden(tokens_BT, segments_BT, eps)
-        return summed_loss(x_BTD, self.head_matrix(), targets_BT, weights_BT, self.softcap, self.loss_chunk)
+        """Σ weight · loss in nats (fp32 scalar), and what the mixture layers measured."""
+        x_BTD, measured = self.hidden(tokens_BT, segments_BT, eps)
+        return summed_loss(x_BTD, self.head_matrix(), targets_BT, weights_BT, self.softcap, self.loss_chunk), measured
 
     def token_losses(self, tokens_BT, targets_BT, segments_BT, eps):
         """fp32 losses and log-sum-exps [B, T] of each token, without gradients."""
-        x_BTD = self.hidden(tokens_BT, segments_BT, eps)
+        x_BTD, _ = self.hidden(tokens_BT, segments_BT, eps)
         return token_losses(x_BTD, self.head_matrix(), targets_BT, cap=self.softcap, chunk=self.loss_chunk)
 
     def logits(self, tokens_BT, segments_BT, eps):
         """All logits [B, T, V] in fp32: for short sequences and tests; training never holds them."""
-        x_BTD = self.hidden(tokens_BT, segments_BT, eps)
+        x_BTD, _ = self.hidden(tokens_BT, segments_BT, eps)
         logits = jnp.einsum("btd,vd->btv", x_BTD, self.head_matrix().astype(x_BTD.dtype), preferred_element_type=jnp.float32)
         return softcap(logits, self.softcap)
 
 
 class Model:
-    """Structure of a decoder without its numbers: `specs` per path, and `bind` to join it with a nested dict of arrays."""
+    """Structure of a decoder without its numbers: `specs` per path, `buffers`, and `bind` to join it with nested dicts of arrays."""
 
     def __init__(self, model_config):
         abstract = nnx.eval_shape(lambda: Decoder(model_config))
-        self.graphdef, self.state = nnx.split(abstract)
+        self.graphdef, self.state, buffers = nnx.split(abstract, nnx.Param, ...)
         self.config = model_config
         self.specs: dict[str, ParamSpec] = {}
         for path, variable in nnx.to_flat_state(self.state):
             spec = variable.get_metadata()["spec"]
-            if path[0] == "layers":
-                spec = dataclasses.replace(spec, shape=(model_config.n_layers, *spec.shape), axes=("layers", *spec.axes))
+            if path[0] in abstract.depths:
+                depth = abstract.depths[path[0]]
+                spec = dataclasses.replace(spec, shape=(depth, *spec.shape), axes=("layers", *spec.axes))
             self.specs["/".join(path)] = spec
+        self._buffers = buffers
+        # Path -> ShapeDtypeStruct of the state that no gradient reaches, nested as the parameters are; {} for a dense model.
+        self.buffers: dict = nnx.to_pure_dict(buffers)
 
-    def bind(self, params) -> Decoder:
-        """The module over `params`, a nested dict of arrays with the structure of `specs`."""
-        leaves = jax.tree.leaves(params)
-        return nnx.merge(self.graphdef, jax.tree.unflatten(jax.tree.structure(self.state), leaves))
+    def bind(self, params, buffers=None) -> Decoder:
+        """The module over `params` and `buffers`, nested dicts of arrays; buffers None: zeros, as in a fresh model."""
+        if buffers is None:
+            buffers = fresh_buffers(self)
+        states = [
+            jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(arrays))
+            for state, arrays in ((self.state, params), (self._buffers, buffers))
+        ]
+        return nnx.merge(self.graphdef, *states)
 
     @property
     def parameter_count(self) -> int:
         return sum(math.prod(spec.shape) for spec in self.specs.values())
+
+    @property
+    def active_parameter_count(self) -> int:
+        """Parameters that one token meets: of the routed experts only the chosen ones. Equal to `parameter_count` without mixtures."""
+        c = self.config
+        share = c.moe.top_k / c.moe.n_experts if c.ffn == "moe" else 1.0
+        return sum(round(math.prod(s.shape) * (share if "experts" in s.axes else 1)) for s in self.specs.values())
+
+
+def fresh_buffers(model: Model) -> dict:
+    """Zeros for every buffer of `model`."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), model.buffers)
 
 
 def param_specs(model_config) -> dict[str, ParamSpec]:

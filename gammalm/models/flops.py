@@ -1,6 +1,7 @@
 """Model FLOP of training, by the convention printed beside every MFU: 6 per matrix parameter and token, causal attention counted once.
 
-No recomputation, no norms, no softmax; the embedding look-up costs nothing, the head its product. A query sees T/2 keys on average.
+No recomputation, no norms, no softmax; the embedding look-up costs nothing, the head its product. A query sees T/2 keys on average. Of a
+mixture's experts the chosen ones count.
 """
 
 import math
@@ -10,6 +11,7 @@ def training_flops_per_token(model, seq_len: int) -> float:
     """FLOP of forward and backward pass per token at sequence length `seq_len` (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
     c = model.config
     roles_without_product = {"norm"} if c.tie_embeddings else {"norm", "embed"}
-    matrices = sum(math.prod(spec.shape) for spec in model.specs.values() if spec.role not in roles_without_product)
-    attention = 2 * 2 * c.n_layers * c.n_heads * c.head_dim * seq_len / 2  # scores and weighted values, half of the square
-    return 6 * matrices + 3 * attention
+    outside = sum(math.prod(spec.shape) for spec in model.specs.values() if spec.role in roles_without_product)
+    per_score, per_value = (c.mla.nope_dim + c.mla.rope_dim, c.mla.v_dim) if c.attention == "mla" else (c.head_dim, c.head_dim)
+    attention = 2 * (per_score + per_value) * c.n_layers * c.n_heads * seq_len / 2  # scores and weighted values, half of the square
+    return 6 * (model.active_parameter_count - outside) + 3 * attention

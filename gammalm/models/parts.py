@@ -11,13 +11,19 @@ from jax.sharding import PartitionSpec
 
 from gammalm.initializers import ParamSpec
 
-BATCH_AXES = ("data", "fsdp")  # mesh axes that share out the rows of a batch
+BATCH_AXES = ("data", "fsdp", "expert")  # mesh axes that share out the rows of a batch
 
 
 def declare(shape, axes, *, fan_in=(), fan_out=(), role, residual_out=False) -> nnx.Param:
     """An fp32 parameter of zeros that carries its `ParamSpec`; values come from `gammalm.initializers.init_params`."""
     spec = ParamSpec(tuple(shape), tuple(axes), tuple(fan_in), tuple(fan_out), role, residual_out)
     return nnx.Param(jnp.zeros(shape, jnp.float32), spec=spec)
+
+
+def platform() -> str:
+    """What a function is being traced for: the platform of the mesh in use, which may be of absent devices, else JAX's default."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.default_backend() if mesh.empty or mesh.abstract_device is None else mesh.abstract_device.platform
 
 
 def shard_rows(x_BTD):

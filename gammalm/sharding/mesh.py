@@ -1,6 +1,7 @@
 """The device mesh of a run and the one table that maps logical axes of parameters to axes of the mesh.
 
-Mesh axes: `cell` (runs side by side), `data` (batch only), `fsdp` (batch, and parameters cut up), `tensor` (matrix products cut up).
+Mesh axes: `cell` (runs side by side), `data` (batch only), `fsdp` (batch, and parameters cut up), `expert` (batch, and the experts of a
+mixture shared out), `tensor` (matrix products cut up).
 """
 
 import math
@@ -10,12 +11,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gammalm.errors import ConfigError
+from gammalm.trees import nested
 
-AXES = ("cell", "data", "fsdp", "tensor")
-BATCH_AXES = ("data", "fsdp")
+AXES = ("cell", "data", "fsdp", "expert", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")
 
 # Logical axis of a parameter -> mesh axis it is cut along. What is not named here is whole on every device.
-RULES = {"embed": "fsdp", "vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "ffn": "tensor"}
+RULES = {"embed": "fsdp", "vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "ffn": "tensor", "experts": "expert"}
 
 
 def mesh_shape(sizes: dict[str, int], devices: int) -> tuple[int, ...]:
@@ -46,7 +48,6 @@ def parameter_spec(axes: tuple[str, ...]) -> PartitionSpec:
 
 def parameter_shardings(specs, mesh: Mesh) -> dict:
     """Nested dict of NamedSharding for `specs` (path -> ParamSpec). Raises ConfigError naming a dimension that the mesh does not divide."""
-    tree: dict = {}
     for path, spec in specs.items():
         for axis, size in zip(spec.axes, spec.shape, strict=True):
             pieces = mesh.shape[RULES[axis]] if axis in RULES else 1
@@ -54,12 +55,7 @@ def parameter_shardings(specs, mesh: Mesh) -> dict:
                 raise ConfigError(
                     f"config.mesh: {path} has {axis}={size}, which {RULES[axis]}={pieces} does not divide. Choose a factor of {size}."
                 )
-        *parents, leaf = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = NamedSharding(mesh, parameter_spec(spec.axes))
-    return tree
+    return nested({path: NamedSharding(mesh, parameter_spec(spec.axes)) for path, spec in specs.items()})
 
 
 def batch_sharding(mesh: Mesh, lead: tuple[str | None, ...] = ()) -> NamedSharding:
@@ -73,6 +69,6 @@ def check_batch(sequences: int, micro_batches: int, mesh: Mesh) -> None:
     rows = sequences // micro_batches
     if rows % pieces:
         raise ConfigError(
-            f"config.batch: {sequences} sequences in {micro_batches} micro-batches are {rows} rows each, which data x fsdp = {pieces} "
-            f"does not divide. Choose batch.sequences as a multiple of {pieces * micro_batches}, or a smaller mesh.data."
+            f"config.batch: {sequences} sequences in {micro_batches} micro-batches are {rows} rows each, which data x fsdp x expert = "
+            f"{pieces} does not divide. Choose batch.sequences as a multiple of {pieces * micro_batches}, or a smaller mesh.data."
         )

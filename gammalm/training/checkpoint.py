@@ -213,12 +213,20 @@ class Checkpointer:
     def restore(self, step: int, abstract_tree: Any) -> tuple[Any, dict[str, Any]]:
         """(tree, extra) of exactly `step`, verified first, as `restore_latest`. Raises CheckpointError: absent, damaged, does not fit."""
         self.wait()
+        return self._verified(step, abstract_tree)
+
+    def _verified(self, step: int, abstract_tree: Any, *, part: bool = False) -> tuple[Any, dict[str, Any]]:
         if not self._folder(step).exists():
             raise CheckpointError(f"{self.directory}: there is no step {step}; complete steps: {self.steps() or 'none'}.")
         facts, faults = self._inspect(step)
         if faults:
             raise CheckpointError(f"{self._folder(step)} is damaged: {_few(faults)}. Use another step: {self.steps()}.")
-        return self._load(step, facts, abstract_tree), facts["extra"]
+        return self._load(step, facts, abstract_tree, part=part), facts["extra"]
+
+    def restore_part(self, step: int, abstract_tree: Any) -> tuple[Any, dict[str, Any]]:
+        """As `restore`, for a tree that is only a part of what was saved: the rest is neither read nor allocated."""
+        self.wait()
+        return self._verified(step, abstract_tree, part=True)
 
     def _inspect(self, step: int) -> tuple[dict[str, Any], list[str]]:
         facts, faults = inspect(self._folder(step))
@@ -226,9 +234,9 @@ class Checkpointer:
             faults = [f"it holds step {facts['step']}: the folder was renamed"]
         return facts, faults
 
-    def _load(self, step: int, facts: dict[str, Any], abstract_tree: Any) -> Any:
+    def _load(self, step: int, facts: dict[str, Any], abstract_tree: Any, *, part: bool = False) -> Any:
         wanted, saved = _flatten(abstract_tree, abstract=True), facts["tree"]
-        differences = [f"{path}: in the checkpoint, not in the model" for path in saved if path not in wanted]
+        differences = [f"{path}: in the checkpoint, not in the model" for path in saved if path not in wanted and not part]
         for path, leaf in wanted.items():
             if path not in saved:
                 differences.append(f"{path}: in the model, not in the checkpoint")
@@ -246,7 +254,11 @@ class Checkpointer:
             path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or here) for path, x in wanted.items()
         }
         try:
-            arrays = self._orbax.restore(self._folder(step), target)
+            how = ocp.args.PyTreeRestore(
+                item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=part
+            )
+            with ocp.PyTreeCheckpointer() as reader:
+                arrays = reader.restore(self._folder(step), args=how)
         except Exception as e:
             raise CheckpointError(
                 f"{self._folder(step)}: the files are whole, but Orbax {ocp.__version__} cannot restore them: {type(e).__name__}: {e}"

@@ -8,20 +8,21 @@ from gammalm.sharding.mesh import batch_sharding
 from gammalm.training.step import loss_and_gradients, split_batch
 
 
-def first_fault(program, params, batch, config) -> str:
-    """One sentence naming the first non-finite parameter, layer or gradient of the step that the host's `batch` makes from `params`."""
+def first_fault(program, state, batch, config) -> str:
+    """One sentence naming the first non-finite parameter, layer or gradient of the step that the host's `batch` makes from `state`."""
     model, eps = program.model, config.model.norm_eps
 
-    def check(params, batch):
+    def check(params, buffers, batch):
         inputs, _, _, segments = split_batch(batch)
-        streams = model.bind(params).finite_by_layer(inputs, segments, eps)
-        loss, gradients, _ = loss_and_gradients(model, params, batch, eps, config.batch.micro_batches)
+        streams = model.bind(params, buffers).finite_by_layer(inputs, segments, eps)
+        loss, gradients, *_ = loss_and_gradients(model, params, buffers, batch, eps, config.batch.micro_batches)
         finite = lambda tree: jax.tree.map(_finite_by_layer, tree)  # noqa: E731
         return finite(params), streams, jnp.isfinite(loss), finite(gradients)
 
     try:
         with jax.set_mesh(program.mesh):
-            found = jax.device_get(jax.jit(check)(params, jax.device_put(batch, batch_sharding(program.mesh))))
+            batch = jax.device_put(batch, batch_sharding(program.mesh))
+            found = jax.device_get(jax.jit(check)(state["params"], state["buffers"], batch))
     except jax.errors.JaxRuntimeError as error:
         return f"which layer is not known, the check failed ({str(error)[:100]})"
     parameters, (embedded, attended_L, fed_L), loss, gradients = found
@@ -48,5 +49,5 @@ def _first_bad_path(tree) -> str | None:
     for keys, finite in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not np.all(finite):
             path = jax.tree_util.keystr(keys, simple=True, separator="/")
-            return f"{path} (layer {int(np.argmin(finite))})" if path.startswith("layers/") else path
+            return f"{path} (layer {int(np.argmin(finite))})" if path.startswith(("layers/", "dense_layers/")) else path
     return None

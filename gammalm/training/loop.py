@@ -26,6 +26,7 @@ from gammalm.training.program import Programs
 from gammalm.training.step import scalars
 from gammalm.training.workdir import Metrics, prepare
 
+BY_LAYER = ("load_entropy", "load_max", "load_min", "dropped", "balance")  # of each mixture layer, where there are any
 TAIL = 0.05  # the share of last steps whose mean loss is reported as the training loss
 
 
@@ -122,23 +123,27 @@ class _Group:
     def _restore(self):
         """(step, state, seconds each spent before) from the newest step that all lanes have; from the beginning where there is none.
 
-        A lane that is further (it was trained alone before) repeats steps: they come out the same.
+        A lane that is further (it was trained alone before) repeats steps: they come out the same. A step 0 is an imported model.
         """
-        found = [c.restore_latest(self.program.abstract_state) for c in self.checkpointers]
-        newest = min((restored[0] if restored else 0) for restored in found)
+        taken = [c.restore_latest(self.program.abstract_state) if max(c.steps(), default=0) else None for c in self.checkpointers]
+        newest = min((restored[0] if restored else 0) for restored in taken)
         common = max(set.intersection(*(set(c.steps()) for c in self.checkpointers)) & set(range(newest + 1)), default=0)
         states, seconds = [], 0.0
-        for lane, checkpointer, restored in zip(self.lanes, self.checkpointers, found, strict=True):
-            if not common:
-                states.append(self.program.init(lane.config))
-                continue
-            step, state, extra = restored
-            if step != common:
-                state, extra = checkpointer.restore(common, self.program.abstract_state)
+        for lane, checkpointer, restored in zip(self.lanes, self.checkpointers, taken, strict=True):
+            if common:
+                step, state, extra = restored
+                if step != common:
+                    state, extra = checkpointer.restore(common, self.program.abstract_state)
+                seconds = max(seconds, extra["seconds"])
+                lane.error = extra["error"]
+            else:
+                state, extra = self.program.init(lane.config), {"tokenizer": None}
+                if 0 in checkpointer.steps():
+                    weights = {name: self.program.abstract_state[name] for name in ("params", "buffers")}
+                    weights, extra = checkpointer.restore_part(0, weights)
+                    state |= weights
             states.append(state)
-            seconds = max(seconds, extra["seconds"])
-            lane.error = extra["error"]
-            if extra["tokenizer"] != lane.train.tokenizer_sha256:
+            if extra["tokenizer"] not in (None, lane.train.tokenizer_sha256):
                 raise DataError(
                     f"{lane.run.workdir}: its run began with another tokenizer than that of {lane.config.data.path}. Token numbers would "
                     "mean other text: give config.data.path the folder it began with, or choose another --workdir."
@@ -186,7 +191,9 @@ class _Group:
 
     def _read(self, step: int, metrics, loaders, tokens: int) -> None:
         """Fetches the metrics of a finished step, looks for faults, writes rows, moves the progress line."""
-        values = {name: np.atleast_1d(np.asarray(value)) for name, value in jax.device_get(metrics).items()}
+        values = jax.device_get(metrics)
+        if self.program.cells is None:
+            values = {name: np.asarray(value)[None] for name, value in values.items()}
         for i, lane in enumerate(self.lanes):
             if values["halted"][i] and not lane.error:
                 self._halt(i, step)
@@ -210,6 +217,7 @@ class _Group:
                 "tokens_per_s": round(self.rate / len(self.lanes), 1),
                 "data_wait": round(self.waited, 4),
                 "mfu": self._mfu(),
+                **{name: [round(float(x), 5) for x in values[name][i]] for name in BY_LAYER if name in values},
             })  # fmt: skip
         self.progress.advance(1, self._note())
 
@@ -224,8 +232,7 @@ class _Group:
     def _halt(self, i: int, step: int) -> None:
         """Ends lane `i`, whose numbers went wrong in `step`; its state is that before the step."""
         lane = self.lanes[i]
-        params = self.program.pick(self.state, i)["params"]
-        fault = first_fault(self.program, params, lane.train.batch(step - 1), lane.config)
+        fault = first_fault(self.program, self.program.pick(self.state, i), lane.train.batch(step - 1), lane.config)
         lane.error = f"step {step}: loss or gradient is not finite: {fault}. Parameters were left as before the step."
         self.metrics[i].write("halted", step, {"error": lane.error})
 
@@ -259,7 +266,7 @@ class _Group:
 
             for batch in itertools.islice(split.validation(domain), count):
                 batch = self.program.put([batch] * len(self.lanes))
-                found = self.program.validate(self.state["params"], batch, self.scalars["norm_eps"])
+                found = self.program.validate(self.state, batch, self.scalars["norm_eps"])
                 if pending is not None:
                     read(pending)
                 pending = found

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gammalm.trees import nested
+
 
 def schedule_factor(c, steps: int, step):
     """Learning rate at `step` (0-based) as a fraction of its peak, fp32.
@@ -35,14 +37,7 @@ def adam(c) -> optax.GradientTransformation:
 
 def decay_mask(specs, no_decay) -> dict:
     """1.0 for parameters that weight decay reaches, 0.0 for the roles in `no_decay`; nested like the parameters."""
-    tree: dict = {}
-    for path, spec in specs.items():
-        *parents, leaf = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = 0.0 if spec.role in no_decay else 1.0
-    return tree
+    return nested({path: 0.0 if spec.role in no_decay else 1.0 for path, spec in specs.items()})
 
 
 def apply_adamw(params, direction, mask, rate, decay):

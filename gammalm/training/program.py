@@ -49,7 +49,8 @@ class Program:
         parameters = parameter_shardings(self.model.specs, self.mesh)
         abstract = jax.eval_shape(lambda: init_state(self.model, config, 0))
         adam = abstract["adam"]._replace(count=single, mu=parameters, nu=parameters)
-        one = {"step": single, "params": parameters, "adam": adam, "halted": single}
+        buffers = jax.tree.map(lambda _: single, abstract["buffers"])
+        one = {"step": single, "params": parameters, "buffers": buffers, "adam": adam, "halted": single}
         self.abstract_state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, one)
         state = one if cells is None else jax.tree.map(lambda s: NamedSharding(self.mesh, PartitionSpec("cell", *s.spec)), one)
 
@@ -60,7 +61,8 @@ class Program:
         jit = functools.partial(jax.jit, compiler_options=compiler_options())
         replicated = (state, self.batch_sharding, self.scalar_sharding)
         self._step = jit(step, in_shardings=replicated, out_shardings=(state, self.scalar_sharding), donate_argnums=0)
-        self._validate = jit(validate, in_shardings=(state["params"], self.batch_sharding, self.scalar_sharding), out_shardings=single)
+        given = (state["params"], state["buffers"], self.batch_sharding, self.scalar_sharding)
+        self._validate = jit(validate, in_shardings=given, out_shardings=single)
         self._stack = jax.jit(lambda states: jax.tree.map(lambda *a: jnp.stack(a), *states), out_shardings=state)
         self._pick = jax.jit(lambda state, i: jax.tree.map(lambda a: a[i], state), out_shardings=one)
         self._one = one
@@ -102,10 +104,10 @@ class Program:
         with jax.set_mesh(self.mesh):
             return self._step(state, batch, scalars)
 
-    def validate(self, params, batch, norm_eps):
+    def validate(self, state, batch, norm_eps):
         """Sums over one validation batch, see `make_validation`."""
         with jax.set_mesh(self.mesh):
-            return self._validate(params, batch, norm_eps)
+            return self._validate(state["params"], state["buffers"], batch, norm_eps)
 
 
 @dataclasses.dataclass

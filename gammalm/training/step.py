@@ -1,15 +1,18 @@
 """The training step as a pure function: (state, batch, scalars) -> (state, metrics).
 
-Shape legend: B sequences of a step, M micro-batches, T predicted tokens per sequence, C cells.
-State: {"step", "params", "adam", "halted"}; batch: {"tokens": [B, T+1]} and, for packed documents, {"segments": [B, T+1]}.
+Shape legend: B sequences of a step, M micro-batches, T predicted tokens per sequence, C cells, L mixture layers, E experts.
+State: {"step", "params", "buffers", "adam", "halted"}; batch: {"tokens": [B, T+1]} and, for packed documents, {"segments": [B, T+1]}.
 Scalars are what may differ between runs that share the program: peak learning rate, weight decay, ε of the norms.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gammalm.initializers import init_params
+from gammalm.models.decoder import fresh_buffers
 from gammalm.training.optimizer import adam, apply_adamw, decay_mask, schedule_factor
 
 SCALARS = ("optimizer.learning_rate", "optimizer.weight_decay", "model.norm_eps")
@@ -31,6 +34,7 @@ def init_state(model, config, seed):
     return {
         "step": jnp.zeros((), jnp.int32),
         "params": params,
+        "buffers": fresh_buffers(model),
         "adam": adam(config.optimizer).init(params),
         "halted": jnp.zeros((), jnp.bool_),
     }
@@ -49,33 +53,61 @@ def split_batch(batch):
     return inputs, targets, weights.astype(jnp.float32), segments[..., :-1]
 
 
-def loss_and_gradients(model, params, batch, norm_eps, micro_batches: int):
-    """Mean loss over the counted tokens of the whole batch, its fp32 gradients, and the number of counted tokens.
+def loss_and_gradients(model, params, buffers, batch, norm_eps, micro_batches: int):
+    """Mean loss over the counted tokens of the whole batch, its fp32 gradients, the number of counted tokens, and the mixtures' measures.
 
-    Micro-batches are weighted by their counted tokens: the result is that of one large batch.
+    Micro-batches are weighted by their counted tokens: the result is that of one large batch. The gradients are those of the loss plus
+    the weighted balance loss, whose mean is over sequences and whose sum is over layers; measures (moe.measures) are sums over the batch.
     """
     inputs, targets, weights, segments = split_batch(batch)
     count = jnp.sum(weights)
     weights = weights / jnp.maximum(count, 1)
+    c = model.config
+    balance = c.moe.balance_loss / inputs.shape[0] if c.ffn == "moe" else 0.0
 
     def loss_of(params, inputs, targets, weights, segments):
-        return model.bind(params).loss(inputs, targets, weights, segments, norm_eps)
+        loss, measured = model.bind(params, buffers).loss(inputs, targets, weights, segments, norm_eps)
+        return loss + (balance * jnp.sum(measured["balance"]) if measured else 0.0), (loss, measured)
 
+    differentiate = jax.grad(loss_of, has_aux=True)
     if micro_batches == 1:
-        loss, gradients = jax.value_and_grad(loss_of)(params, inputs, targets, weights, segments)
-        return loss, gradients, count
+        gradients, (loss, measured) = differentiate(params, inputs, targets, weights, segments)
+        return loss, gradients, count, measured
 
     def cut(a):
         # Interleaved, so that each device keeps its own rows: [B, T] -> [M, B/M, T].
         return None if a is None else a.reshape(-1, micro_batches, a.shape[-1]).swapaxes(0, 1)
 
     def accumulate(total, part):
-        loss, gradients = jax.value_and_grad(loss_of)(params, *part)
-        return jax.tree.map(jnp.add, total, (loss, gradients)), None
+        return jax.tree.map(jnp.add, total, differentiate(params, *part)), None
 
-    zero = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
-    (loss, gradients), _ = jax.lax.scan(accumulate, zero, tuple(map(cut, (inputs, targets, weights, segments))))
-    return loss, gradients, count
+    parts = tuple(map(cut, (inputs, targets, weights, segments)))
+    one = jax.eval_shape(differentiate, params, *jax.tree.map(lambda a: a[0], parts))
+    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), one)
+    (gradients, (loss, measured)), _ = jax.lax.scan(accumulate, zero, parts)
+    return loss, gradients, count, measured
+
+
+def move_bias(bias_LE, load_LE, rate: float):
+    """The selection bias after a step: up by `rate` for experts with less than the mean load, down for those with more.
+
+    Source: the loss-free balancing of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
+    """
+    load_LE = load_LE.astype(jnp.float32)
+    return bias_LE + rate * jnp.sign(jnp.mean(load_LE, axis=-1, keepdims=True) - load_LE)
+
+
+def load_measures(measured) -> dict:
+    """What is logged of the mixtures, per layer [L]: entropy of the load as a share of ln E, largest, smallest and mean ratio, drops."""
+    load_LE = measured["load"].astype(jnp.float32)
+    share = load_LE / jnp.maximum(jnp.sum(load_LE, axis=-1, keepdims=True), 1)
+    entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1) / math.log(max(load_LE.shape[-1], 2))
+    return {
+        "load_entropy": entropy,
+        "load_max": jnp.max(share, axis=-1) * load_LE.shape[-1],
+        "load_min": jnp.min(share, axis=-1) * load_LE.shape[-1],
+        "dropped": measured["dropped"],
+    }
 
 
 def global_norm(tree):
@@ -94,8 +126,10 @@ def make_step(model, config):
     transform = adam(c)
 
     def step(state, batch, scalars):
-        params = state["params"]
-        loss, gradients, count = loss_and_gradients(model, params, batch, scalars["norm_eps"], config.batch.micro_batches)
+        params, buffers = state["params"], state["buffers"]
+        loss, gradients, count, measured = loss_and_gradients(
+            model, params, buffers, batch, scalars["norm_eps"], config.batch.micro_batches
+        )
         norm = global_norm(gradients)
         rate = scalars["learning_rate"] * schedule_factor(c, config.train.steps, state["step"])
         if c.clip:
@@ -105,12 +139,19 @@ def make_step(model, config):
         new = {
             "step": state["step"] + 1,
             "params": apply_adamw(params, direction, mask, rate, scalars["weight_decay"]),
+            "buffers": buffers,
             "adam": adam_state,
         }
+        found = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "tokens": count}
+        if measured:
+            bias_LE = move_bias(buffers["layers"]["ffn"]["bias"], measured["load"], config.model.moe.bias_rate)
+            new["buffers"] = {"layers": {"ffn": {"bias": bias_LE}}}
+            sequences = batch["tokens"].shape[0]
+            found |= load_measures(measured) | {"balance": measured["balance"] / sequences}
         halted = state["halted"] | ~jnp.isfinite(loss) | ~jnp.isfinite(norm)
         kept = {name: state[name] for name in new}
         state = jax.tree.map(lambda n, o: jnp.where(halted, o, n), new, kept) | {"halted": halted}
-        return state, {"loss": loss, "grad_norm": norm, "learning_rate": rate, "tokens": count, "halted": halted}
+        return state, found | {"halted": halted}
 
     return step
 
@@ -133,14 +174,14 @@ def over_cells(function, mode: str, mesh):
 
 
 def make_validation(model, token_bytes):
-    """(params, batch, norm_eps) -> summed nats, counted tokens and bytes of text they stand for, all fp32.
+    """(params, buffers, batch, norm_eps) -> summed nats, counted tokens and bytes of text they stand for, all fp32.
 
     `batch` has "tokens" [B, T+1], "weights" [B, T] and, for packed documents, "segments". `token_bytes` [V] int32.
     """
 
-    def validate(params, batch, norm_eps):
+    def validate(params, buffers, batch, norm_eps):
         inputs, targets, _, segments = split_batch(batch)
-        losses, _ = model.bind(params).token_losses(inputs, targets, segments, norm_eps)
+        losses, _ = model.bind(params, buffers).token_losses(inputs, targets, segments, norm_eps)
         weights = batch["weights"]
         return {
             "nats": jnp.sum(losses * weights),

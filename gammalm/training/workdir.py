@@ -24,7 +24,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 # Leaves that may change when a run goes on: they decide what is said and kept, not what is computed.
 MAY_CHANGE = (
     "data.path", "train.log_every", "train.validate_every", "train.checkpoint_every", "train.checkpoints_kept",
-    "mesh.data", "mesh.fsdp", "mesh.tensor",
+    "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.tensor", "model.moe.backend",
 )  # fmt: skip
 
 
@@ -92,6 +92,8 @@ class Metrics:
         """Adds one row; numbers go to TensorBoard as `kind/name` too."""
         append_jsonl(self._file, {"kind": kind, "step": step, **values})
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        by_layer = {name: value for name, value in values.items() if isinstance(value, list)}
+        numbers |= {f"{kind}/{name}/{layer}": x for name, value in by_layer.items() for layer, x in enumerate(value)}
         numbers |= {f"{kind}/{domain}": row["loss"] for domain, row in values.get("domains", {}).items()}
         self._board.write_scalars(step, numbers)
 

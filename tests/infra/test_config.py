@@ -21,7 +21,7 @@ from gammalm.config import (
     typed_args,
     validate,
 )
-from gammalm.config_checks import RULES
+from gammalm.config_checks import KINDS, RULES
 from gammalm.errors import ConfigError
 
 DEFAULTS = {"size": "tiny", "steps": 10, "lr": 0.5, "tied": True, "mixture": "a"}
@@ -183,9 +183,11 @@ def test_every_config_is_valid_in_every_size(name, tmp_path):
     module = load_module(name)
     for size in module.SIZES:
         for gate in ("none", "headwise", "elementwise"):
-            config = validate(load_config(f"{name}:size={size},gate={gate}"))
-            assert config.model.gate == gate and config.is_locked
-            assert set(leaves(config)) == set(RULES)  # no value goes unchecked
+            for attention in ("mha", "mla"):
+                config = validate(load_config(f"{name}:size={size},gate={gate},attention={attention}"))
+                assert config.model.gate == gate and config.model.attention == attention and config.is_locked
+                kinds = [rules for (leaf, kind), rules in KINDS.items() if leaves(config)[leaf] == kind]
+                assert set(leaves(config)) == set(RULES).union(*kinds)  # no value goes unchecked
     to_json(config, tmp_path / "config.json")
     again = from_json(tmp_path / "config.json")
     assert again == config and again.is_locked

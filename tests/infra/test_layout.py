@@ -13,7 +13,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 MAX_LINES = 400
 
-SHARED = {"__init__", "errors", "files", "memory", "progress", "config", "config_checks", "quiet_tf"}
+SHARED = {"__init__", "errors", "files", "memory", "progress", "config", "config_checks", "quiet_tf", "trees"}
 BELOW_EXPERIMENTS = {"initializers", "models", "sharding", "data", "training", "theory", "analysis", "evaluation"}
 # Room -> the rooms it may import besides itself and SHARED (docs/architecture.md).
 MAY_IMPORT = {

@@ -1,13 +1,14 @@
 """The decoder written out a second time, in float64 NumPy with plain loops over sequences: what the tests compare with.
 
 Nothing here is shared with gammalm.models. Legend: B batch, T tokens, D width, H heads, G key heads,
-K head size, F FFN width, V vocabulary.
+K head size, F FFN width, V vocabulary, E experts, C rank of a latent.
 """
 
 import jax
 import numpy as np
 
-from gammalm.config import load_config
+from gammalm.config import apply_overrides, leaves, load_config
+from gammalm.trees import nested
 
 SMALL = {
     "model.d_model": 24, "model.n_heads": 4, "model.n_kv_heads": 2, "model.head_dim": 6, "model.d_ff": 20,
@@ -15,26 +16,37 @@ SMALL = {
 }  # fmt: skip
 
 
-def small_config(spec="lm:size=tiny,vocab=50,seq_len=12,batch=2,steps=10,gate=none", **changes):
-    """A config of a few thousand parameters in fp32, GQA, H·K = D; `changes` name leaves of `config.model`, or group__leaf, or seed."""
+SMALL_MLA = {"model.mla.kv_rank": 10, "model.mla.nope_dim": 6, "model.mla.rope_dim": 4, "model.mla.v_dim": 8}
+SMALL_MOE = {"model.moe.n_experts": 6, "model.moe.top_k": 2, "model.moe.d_expert": 12, "model.moe.balance_loss": 0.05}
+
+
+def small_config(spec="lm:vocab=50,seq_len=12,batch=2,steps=10,gate=none", *, attention="mha", ffn="dense", **changes):
+    """A config of a few thousand parameters in fp32, GQA, H·K = D; `changes` name leaves of `config.model`, or group__leaf, or seed.
+
+    model__moe__top_k is the leaf model.moe.top_k.
+    """
     dotted = {name: name.replace("__", ".") if "__" in name or name == "seed" else f"model.{name}" for name in changes}
     named = {dotted[name]: value for name, value in changes.items()}
-    return load_config(spec, list((SMALL | named).items()))
+    config = load_config(f"{spec},size={'tiny-moe' if ffn == 'moe' else 'tiny'},attention={attention}")
+    small = {name: value for name, value in (SMALL | SMALL_MLA | SMALL_MOE).items() if name in leaves(config)}
+    return apply_overrides(config, list((small | named).items()))
 
 
 def random_params(specs, seed=0, scale=1.0):
     """Nested dict of normal values with std scale/sqrt(fan_in), norm gains 1 ± .2: unlike any init, so that no factor of 1 hides."""
     rng = np.random.default_rng(seed)
-    tree = {}
+    flat = {}
     for path, spec in specs.items():
-        *parents, leaf = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
         fan_in = spec.fans()[0]
         values = rng.normal(size=spec.shape)
-        node[leaf] = (1 + 0.2 * values if fan_in is None else scale * values / np.sqrt(fan_in)).astype(np.float32)
-    return tree
+        flat[path] = (1 + 0.2 * values if fan_in is None else scale * values / np.sqrt(fan_in)).astype(np.float32)
+    return nested(flat)
+
+
+def random_buffers(model, seed=1, scale=0.1):
+    """Normal values for every buffer: selection biases that change who is chosen."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda a: (scale * rng.normal(size=a.shape)).astype(a.dtype), model.buffers)
 
 
 def rms_norm(x, gain, eps):
@@ -55,7 +67,7 @@ def attention(q_THK, k_TGK, v_TGK, segments=None):
     visible = np.tril(np.ones((T, T), bool))
     if segments is not None:
         visible &= segments[:, None] == segments[None, :]
-    out, lse = np.zeros_like(q_THK), np.zeros((H, T))
+    out, lse = np.zeros((T, H, v_TGK.shape[-1])), np.zeros((H, T))
     for h in range(H):
         g = h * k_TGK.shape[1] // H
         scores = np.where(visible, q_THK[:, h] @ k_TGK[:, g].T / np.sqrt(K), -np.inf)
@@ -81,39 +93,104 @@ def positions_of(segments, T):
     return positions
 
 
-def logits_of(params, c, tokens_T, segments_T=None):
-    """Logits [T, V] of one sequence under `c` = config.model."""
+def attend(n_TD, attn, c, positions, segments):
+    """Heads' outputs [T, H, K] before the gate: multi-head, grouped-query or latent attention on the normed input."""
+
+    def through(x, name):
+        return np.tensordot(x, attn[name], 1)
+
+    if c.attention == "mla":
+        m = c.mla
+        q = through(n_TD, "q") if m.q_rank == 0 else through(rms_norm(through(n_TD, "q_down"), attn["q_norm"]["gain"], c.norm_eps), "q_up")
+        latent_TC = rms_norm(through(n_TD, "kv_down"), attn["kv_norm"]["gain"], c.norm_eps)
+        shared = rope(through(n_TD, "k_rope")[:, None], positions, c.rope_theta)
+        k = np.concatenate([through(latent_TC, "k_up"), np.repeat(shared, c.n_heads, axis=1)], axis=-1)
+        q = np.concatenate([q[..., : m.nope_dim], rope(q[..., m.nope_dim :], positions, c.rope_theta)], axis=-1)
+        return attention(q, k, through(latent_TC, "v_up"), segments)[0]
+    q, k, v = (through(n_TD, name) for name in ("q", "k", "v"))
+    if c.qk_norm:
+        q, k = rms_norm(q, attn["q_norm"]["gain"], c.norm_eps), rms_norm(k, attn["k_norm"]["gain"], c.norm_eps)
+    return attention(rope(q, positions, c.rope_theta), rope(k, positions, c.rope_theta), v, segments)[0]
+
+
+def swiglu(x, w):
+    up = x @ w["gate"]
+    return (up * sigmoid(up) * (x @ w["up"])) @ w["down"]
+
+
+def mixture(n_TD, ffn, bias_E, c, valid_T):
+    """(output [T, D], load [E], balance, smallest margin of a choice) of one sequence, token by token."""
+    m = c.moe
+    z = n_TD @ ffn["router"]
+    s_TE = sigmoid(z) if m.score == "sigmoid" else np.exp(log_softmax(z))
+    y, load, mean, margin = np.zeros_like(n_TD), np.zeros(m.n_experts), np.zeros(m.n_experts), np.inf
+    for t, s in enumerate(s_TE):
+        if m.n_shared:
+            y[t] += swiglu(n_TD[t], ffn["shared"])
+        if not valid_T[t]:
+            continue
+        order = np.argsort(-(s + bias_E))
+        chosen = order[: m.top_k]
+        if m.top_k < m.n_experts:
+            margin = min(margin, (s + bias_E)[chosen[-1]] - (s + bias_E)[order[m.top_k]])
+        for e in chosen:
+            gate = m.route_scale * s[e] / s[chosen].sum()
+            y[t] += gate * swiglu(n_TD[t], {name: w[e] for name, w in ffn["experts"].items()})
+            load[e] += 1
+        mean += s / s.sum() / max(valid_T.sum(), 1)
+    frequency = load * m.n_experts / (m.top_k * max(valid_T.sum(), 1))
+    return y, load, (frequency * mean).sum(), margin
+
+
+def forward(params, c, tokens_T, segments_T=None, buffers=None):
+    """Logits [T, V] of one sequence under `c` = config.model, and (load [E], balance, margin) of each mixture layer."""
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+    buffers = jax.tree.map(lambda a: np.asarray(a, np.float64), buffers)
     positions = positions_of(segments_T, len(tokens_T))
+    valid_T = np.ones(len(tokens_T), bool) if segments_T is None else segments_T > 0
     x = p["embed"]["table"][tokens_T]
-    for layer in range(c.n_layers):
-        w = jax.tree.map(lambda a: a[layer], p["layers"])  # noqa: B023
-        attn, ffn = w["attn"], w["ffn"]
-        n = rms_norm(x, w["attn_norm"]["gain"], c.norm_eps)
-        q, k, v = (np.tensordot(n, attn[name], 1) for name in ("q", "k", "v"))
-        if c.qk_norm:
-            q, k = rms_norm(q, attn["q_norm"]["gain"], c.norm_eps), rms_norm(k, attn["k_norm"]["gain"], c.norm_eps)
-        y, _ = attention(rope(q, positions, c.rope_theta), rope(k, positions, c.rope_theta), v, segments_T)
-        if c.gate == "elementwise":
-            y = y * sigmoid(np.tensordot(n, attn["gate"], 1))
-        elif c.gate == "headwise":
-            y = y * sigmoid(n @ attn["gate"])[..., None]
-        x = x + np.tensordot(y, attn["out"], 2)
-        n = rms_norm(x, w["ffn_norm"]["gain"], c.norm_eps)
-        up = n @ ffn["gate"]
-        x = x + (up * sigmoid(up) * (n @ ffn["up"])) @ ffn["down"]
+    measured = []
+    for stack in ("dense_layers", "layers"):
+        depth = len(p[stack]["attn_norm"]["gain"]) if stack in p else 0
+        for layer in range(depth):
+            w = jax.tree.map(lambda a: a[layer], p[stack])  # noqa: B023
+            attn, ffn = w["attn"], w["ffn"]
+            n = rms_norm(x, w["attn_norm"]["gain"], c.norm_eps)
+            y = attend(n, attn, c, positions, segments_T)
+            if c.gate == "elementwise":
+                y = y * sigmoid(np.tensordot(n, attn["gate"], 1))
+            elif c.gate == "headwise":
+                y = y * sigmoid(n @ attn["gate"])[..., None]
+            x = x + np.tensordot(y, attn["out"], 2)
+            n = rms_norm(x, w["ffn_norm"]["gain"], c.norm_eps)
+            if "experts" in ffn:
+                y, *found = mixture(n, ffn, buffers[stack]["ffn"]["bias"][layer], c, valid_T)
+                measured.append(found)
+                x = x + y
+            else:
+                x = x + swiglu(n, ffn)
     x = rms_norm(x, p["final_norm"]["gain"], c.norm_eps)
     z = x @ (p["embed"]["table"].T if c.tie_embeddings else p["head"]["kernel"])
-    return z if not c.logit_softcap else c.logit_softcap * np.tanh(z / c.logit_softcap)
+    return (z if not c.logit_softcap else c.logit_softcap * np.tanh(z / c.logit_softcap)), measured
 
 
-def mean_loss(params, c, tokens_BS, segments_BS=None):
-    """Mean next-token loss of sequences of T + 1 tokens over what counts: inside one document, never padding (segment 0)."""
-    total, count = 0.0, 0
+def logits_of(params, c, tokens_T, segments_T=None, buffers=None):
+    """Logits [T, V] of one sequence."""
+    return forward(params, c, tokens_T, segments_T, buffers)[0]
+
+
+def mean_loss(params, c, tokens_BS, segments_BS=None, buffers=None):
+    """Mean next-token loss of sequences of T + 1 tokens over what counts: inside one document, never padding (segment 0).
+
+    Plus, of mixtures, the weighted balance loss: mean over sequences, sum over layers.
+    """
+    total, count, balance = 0.0, 0, 0.0
     for b, tokens in enumerate(tokens_BS):
         segments = None if segments_BS is None else segments_BS[b]
-        logp = log_softmax(logits_of(params, c, tokens[:-1], None if segments is None else segments[:-1]))
+        z, measured = forward(params, c, tokens[:-1], None if segments is None else segments[:-1], buffers)
+        logp = log_softmax(z)
+        balance += sum(found[1] for found in measured) / len(tokens_BS)
         for t in range(len(tokens) - 1):
             if segments is None or (segments[t + 1] == segments[t] and segments[t + 1] > 0):
                 total, count = total - logp[t, tokens[t + 1]], count + 1
-    return total / count
+    return total / count + (c.moe.balance_loss * balance if c.ffn == "moe" else 0.0)

@@ -17,10 +17,11 @@ from gammalm.sharding.mesh import AXES, check_batch, make_mesh, mesh_shape, para
 @pytest.mark.parametrize(
     ("sizes", "devices", "shape"),
     [
-        (dict(data=-1, fsdp=1, tensor=1), 8, (1, 8, 1, 1)),
-        (dict(data=2, fsdp=-1, tensor=2), 8, (1, 2, 2, 2)),
-        (dict(data=-1, fsdp=2, tensor=1, cell=4), 8, (4, 1, 2, 1)),
-        (dict(data=1, fsdp=1, tensor=1), 1, (1, 1, 1, 1)),
+        (dict(data=-1, fsdp=1, tensor=1), 8, (1, 8, 1, 1, 1)),
+        (dict(data=2, fsdp=-1, tensor=2), 8, (1, 2, 2, 1, 2)),
+        (dict(data=-1, fsdp=2, tensor=1, cell=4), 8, (4, 1, 2, 1, 1)),
+        (dict(data=-1, fsdp=1, expert=4, tensor=1), 8, (1, 2, 1, 4, 1)),
+        (dict(data=1, fsdp=1, tensor=1), 1, (1, 1, 1, 1, 1)),
     ],
 )
 def test_shape(sizes, devices, shape):
@@ -33,7 +34,7 @@ def test_shape(sizes, devices, shape):
     ("sizes", "message"),
     [
         (dict(data=-1, fsdp=3, tensor=1), r"fsdp=3.*does not divide 8 devices"),
-        (dict(data=2, fsdp=2, tensor=1), r"data=2, fsdp=2, tensor=1 needs 4 devices and there are 8"),
+        (dict(data=2, fsdp=2, tensor=1), r"data=2, fsdp=2, expert=1, tensor=1 needs 4 devices and there are 8"),
         (dict(data=16, fsdp=1, tensor=1), r"needs 16 devices and there are 8"),
     ],
 )
@@ -42,8 +43,8 @@ def test_a_mesh_that_does_not_fit_the_devices(sizes, message):
         make_mesh(sizes)
 
 
-def specs(**changes):
-    c = load_config("lm:size=tiny", [(f"model.{name}", value) for name, value in changes.items()])
+def specs(size="tiny", **changes):
+    c = load_config(f"lm:size={size}", [(f"model.{name}", value) for name, value in changes.items()])
     return param_specs(c.model)
 
 
@@ -59,13 +60,24 @@ def test_parameters_are_cut_along_the_table():
     assert found["layers"]["ffn_norm"]["gain"].spec == PartitionSpec(None, "fsdp")
 
 
+def test_experts_are_shared_out():
+    """Each device of the expert axis has whole experts; the router, its bias and the shared experts are on all of them."""
+    found = parameter_shardings(specs("tiny-moe"), make_mesh(dict(data=1, fsdp=2, expert=2, tensor=2)))["layers"]["ffn"]
+    assert found["experts"]["up"].spec == PartitionSpec(None, "expert", "fsdp", "tensor")
+    assert found["experts"]["down"].spec == PartitionSpec(None, "expert", "tensor", "fsdp")
+    assert found["router"].spec == PartitionSpec(None, "fsdp", None)
+    assert found["shared"]["down"].spec == PartitionSpec(None, "tensor", "fsdp")
+    with pytest.raises(ConfigError, match=r"layers/ffn/experts/.* has experts=16, which expert=3"):
+        parameter_shardings(specs("tiny-moe"), AbstractMesh((1, 1, 1, 3, 1), AXES))
+
+
 def test_sizes_of_the_paper_fit_common_meshes():
     """Each device of an abstract 16 x 4 mesh holds 1/64 of every matrix of the 1.5B model."""
     specs = param_specs(load_config("lm:size=1.5b").model)
     for path, spec in specs.items():
         pieces = math.prod({"embed": 16, "vocab": 4, "heads": 4, "kv_heads": 4, "ffn": 4}.get(axis, 1) for axis in spec.axes)
         assert pieces == (16 if spec.role == "norm" else 64), path
-    parameter_shardings(specs, AbstractMesh((1, 1, 16, 4), AXES))  # raises nothing: every size divides
+    parameter_shardings(specs, AbstractMesh((1, 1, 16, 1, 4), AXES))  # raises nothing: every size divides
 
 
 @pytest.mark.parametrize(
@@ -85,7 +97,7 @@ def test_a_dimension_the_mesh_does_not_divide(sizes, changes, message):
 def test_a_batch_the_mesh_does_not_divide():
     mesh = make_mesh(dict(data=2, fsdp=2, tensor=2))
     check_batch(16, 4, mesh)
-    with pytest.raises(ConfigError, match=r"6 sequences in 1 micro-batches are 6 rows each, which data x fsdp = 4"):
+    with pytest.raises(ConfigError, match=r"6 sequences in 1 micro-batches are 6 rows each, which data x fsdp x expert = 4"):
         check_batch(6, 1, mesh)
     with pytest.raises(ConfigError, match=r"8 sequences in 4 micro-batches.*multiple of 16"):
         check_batch(8, 4, mesh)

@@ -14,15 +14,18 @@ from ..models.reference import small_config
 
 C, B, T, V, STEPS, BROKEN = 4, 4, 12, 50, 3, 2
 TOKEN_BYTES = np.arange(V, dtype=np.int32)
-CELLS = [
-    small_config(
-        spec="lm:size=tiny,vocab=50,seq_len=12,batch=4,steps=10,gate=headwise", seed=seed, init__gamma=gamma, norm_eps=eps,
-        optimizer__learning_rate=rate, optimizer__weight_decay=decay, optimizer__warmup_steps=1, loss_chunk=8,
-    )
-    for seed, gamma, eps, rate, decay in (
-        (0, 0.5, 1e-5, 1e-2, 0.1), (1, 1.0, 1e-1, 3e-2, 0.0), (2, 0.5, 1e-5, 1e-2, 0.1), (3, 1.0, 1e-12, 1e-3, 5.0)
-    )
-]  # fmt: skip
+CELLS = {
+    ffn: [
+        small_config(
+            spec="lm:vocab=50,seq_len=12,batch=4,steps=10,gate=headwise", ffn=ffn, seed=seed, init__gamma=gamma, norm_eps=eps,
+            optimizer__learning_rate=rate, optimizer__weight_decay=decay, optimizer__warmup_steps=1, loss_chunk=8,
+        )
+        for seed, gamma, eps, rate, decay in (
+            (0, 0.5, 1e-5, 1e-2, 0.1), (1, 1.0, 1e-1, 3e-2, 0.0), (2, 0.5, 1e-5, 1e-2, 0.1), (3, 1.0, 1e-12, 1e-3, 5.0)
+        )
+    ]
+    for ffn in ("dense", "moe")
+}  # fmt: skip
 PROGRAMS = {
     "single": dict(devices=1),
     "map": dict(devices=1, cells=C, mode="map"),
@@ -38,10 +41,10 @@ def batch(cell, step):
 class Ran:
     """Three steps of every cell; the parameters of cell BROKEN hold one NaN from the start."""
 
-    def __init__(self, starts, devices, **how):
-        self.program = p = Program(CELLS[0], TOKEN_BYTES, devices=jax.devices()[:devices], **how)
+    def __init__(self, configs, starts, devices, **how):
+        self.program = p = Program(configs[0], TOKEN_BYTES, devices=jax.devices()[:devices], **how)
         place = lambda tree: jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), tree, p.abstract_state)  # noqa: E731
-        each = [scalars(c) for c in CELLS]
+        each = [scalars(c) for c in configs]
         self.losses, self.halted = np.zeros((STEPS, C)), np.zeros((STEPS, C), bool)
         if p.cells is None:
             states = []
@@ -51,7 +54,7 @@ class Ran:
                     state, metrics = p.step(state, p.put([batch(cell, step)]), each[cell])
                     self.losses[step, cell], self.halted[step, cell] = metrics["loss"], metrics["halted"]
                 states.append(state)
-            self.sums = [p.validate(s["params"], self.validation(), e["norm_eps"]) for s, e in zip(states, each, strict=True)]
+            self.sums = [p.validate(s, self.validation(), e["norm_eps"]) for s, e in zip(states, each, strict=True)]
         else:
             state = p.stack([place(start) for start in starts])
             together = p.scalars(each)
@@ -59,7 +62,7 @@ class Ran:
                 state, metrics = p.step(state, p.put([batch(cell, step) for cell in range(C)]), together)
                 self.losses[step], self.halted[step] = metrics["loss"], metrics["halted"]
             states = [p.pick(state, cell) for cell in range(C)]
-            sums = p.validate(state["params"], self.validation(), together["norm_eps"])
+            sums = p.validate(state, self.validation(), together["norm_eps"])
             self.sums = [{name: value[cell] for name, value in sums.items()} for cell in range(C)]
         self.states = jax.device_get(states)
 
@@ -68,21 +71,27 @@ class Ran:
         return self.program.put([one] * (self.program.cells or 1))
 
 
+@pytest.fixture(scope="module", params=CELLS)
+def cells(request):
+    return CELLS[request.param]
+
+
 @pytest.fixture(scope="module")
-def starts():
-    program = Program(CELLS[0], TOKEN_BYTES, devices=jax.devices()[:1])
-    states = [jax.tree.map(np.array, program.init(c)) for c in CELLS]
-    states[BROKEN]["params"]["layers"]["ffn"]["up"][1, 3, 4] = np.nan
+def starts(cells):
+    program = Program(cells[0], TOKEN_BYTES, devices=jax.devices()[:1])
+    states = [jax.tree.map(np.array, program.init(c)) for c in cells]
+    ffn = states[BROKEN]["params"]["layers"]["ffn"]
+    ffn.get("shared", ffn)["up"][1, 3, 4] = np.nan
     return states
 
 
 @pytest.fixture(scope="module")
-def ran(starts):
+def ran(cells, starts):
     made = {}
 
     def run(name):
         if name not in made:
-            made[name] = Ran(starts, **PROGRAMS[name])
+            made[name] = Ran(cells, starts, **PROGRAMS[name])
         return made[name]
 
     return run

@@ -21,10 +21,12 @@ SMALL = [
     ("model.loss_chunk", 16), ("model.dtype", "float32"),
 ]  # fmt: skip
 SPEC = "lm:size=tiny,vocab=32,seq_len=8,batch=8,steps=4"
+MIXTURE = "lm:size=tiny-moe,attention=mla,vocab=32,seq_len=8,batch=8,steps=4"  # the leaves of the other kinds
 
 
-def config(changes=()):
-    return load_config(SPEC, [*SMALL, *changes])
+def config(changes=(), spec=SPEC):
+    known = leaves(load_config(spec))
+    return load_config(spec, [(name, value) for name, value in SMALL if name in known] + list(changes))
 
 
 def step_program(c):
@@ -161,18 +163,47 @@ WIRED = {
     "train.checkpoints_kept": (1, (), "left_behind"),
     "mesh.data": (1, [("mesh.data", 2), ("mesh.tensor", -1), ("model.n_heads", 8), ("model.n_kv_heads", 8)], placed),
     "mesh.fsdp": (2, (), placed),
+    "mesh.expert": (2, (), placed),
     "mesh.tensor": (2, (), placed),
+}
+# The kind of a layer decides which leaves there are, so it is chosen with the config and not by an override.
+CHOSEN = {"model.attention": "attention=mla", "model.ffn": "size=tiny-moe"}
+WIRED_MIXTURE = {
+    "model.mla.q_rank": (6, (), step_program),
+    "model.mla.kv_rank": (6, (), step_program),
+    "model.mla.nope_dim": (6, (), step_program),
+    "model.mla.rope_dim": (6, (), step_program),
+    "model.mla.v_dim": (6, (), step_program),
+    "model.moe.n_experts": (8, (), step_program),
+    "model.moe.top_k": (2, (), step_program),
+    "model.moe.n_shared": (2, (), step_program),
+    "model.moe.d_expert": (24, (), step_program),
+    "model.moe.first_k_dense": (1, (), step_program),
+    "model.moe.score": ("softmax", (), step_program),
+    "model.moe.route_scale": (2.0, (), step_program),
+    "model.moe.bias_rate": (0.5, (), step_program),
+    "model.moe.balance_loss": (0.5, (), step_program),
+    "model.moe.backend": ("dense", (), step_program),
 }
 
 
-@pytest.mark.parametrize("leaf", WIRED)
+@pytest.mark.parametrize("leaf", [*(leaf for leaf in WIRED if leaf not in CHOSEN), *WIRED_MIXTURE])
 def test_leaf_changes_something(leaf, request):
-    value, context, shows = WIRED[leaf]
+    value, context, shows = (WIRED | WIRED_MIXTURE)[leaf]
     show = request.getfixturevalue(shows) if isinstance(shows, str) else shows
-    before = config(context)
+    before = config(context, MIXTURE if leaf in WIRED_MIXTURE else SPEC)
     after = apply_overrides(before, [(leaf, value)])
     assert leaves(before)[leaf] != leaves(after)[leaf], "the test changes nothing"
     assert show(before) != show(after)
+
+
+@pytest.mark.parametrize("leaf", CHOSEN)
+def test_the_kind_of_a_layer_changes_the_step(leaf):
+    name, _, kind = CHOSEN[leaf].partition("=")
+    spec = SPEC.replace("size=tiny", f"size={kind}") if name == "size" else f"{SPEC},{CHOSEN[leaf]}"
+    before, after = config(), config(spec=spec)
+    assert leaves(before)[leaf] != leaves(after)[leaf]
+    assert step_program(before) != step_program(after)
 
 
 @pytest.mark.parametrize("shows", [step_program, drawn, traced_scalars])
@@ -181,5 +212,6 @@ def test_what_shows_a_change_is_itself_steady(shows):
     assert shows(config()) == shows(config())
 
 
-def test_every_leaf_is_in_the_table():
-    assert set(WIRED) == set(leaves(config()))
+def test_every_leaf_is_in_a_table():
+    assert set(WIRED) | set(CHOSEN) == set(leaves(config()))
+    assert set(WIRED_MIXTURE) | set(CHOSEN) == set(leaves(config(spec=MIXTURE))) - (set(WIRED) - set(CHOSEN))

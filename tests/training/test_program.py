@@ -26,7 +26,7 @@ OWN = dict(
 
 
 def config(**changes):
-    return small_config("lm:size=tiny,vocab=50,seq_len=12,batch=4,steps=10,gate=none", **changes)
+    return small_config("lm:vocab=50,seq_len=12,batch=4,steps=10,gate=none", **changes)
 
 
 @pytest.mark.parametrize("leaf", SHARED)
@@ -60,7 +60,8 @@ def test_validation_sums(program):
     params = random_params(program.model.specs)
     tokens, weights = rng.integers(0, V, (B, T + 1)).astype(np.int32), (rng.uniform(size=(B, T)) < 0.7).astype(np.float32)
     weights[3] = 0
-    found = program.validate(params, program.put([{"tokens": tokens, "weights": weights}]), program.config.model.norm_eps)
+    state = {"params": params, "buffers": {}}
+    found = program.validate(state, program.put([{"tokens": tokens, "weights": weights}]), program.config.model.norm_eps)
     logp = np.stack([log_softmax(logits_of(params, program.config.model, row)) for row in tokens[:, :-1]])
     losses = -np.take_along_axis(logp, tokens[:, 1:, None], 2)[..., 0]
     assert float(found["nats"]) == pytest.approx((losses * weights).sum(), rel=1e-5)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gammalm.config import apply_overrides
 from gammalm.errors import ConfigError
 from gammalm.models.decoder import Model
 from gammalm.models.parts import shard_rows
@@ -147,9 +148,61 @@ def test_the_head_gradient_is_summed_over_devices_once(ran, name):
 def test_batches_and_models_that_do_not_fit_are_refused():
     odd = config(8, 1, 1)
     odd.batch.sequences = 6
-    with pytest.raises(ConfigError, match=r"6 sequences.*data x fsdp = 8"):
+    with pytest.raises(ConfigError, match=r"6 sequences.*data x fsdp x expert = 8"):
         Program(odd, TOKEN_BYTES)
     odd = config(1, 8, 1)
     odd.model.d_model = 20
     with pytest.raises(ConfigError, match=r"embed=20, which fsdp=8"):
         Program(odd, TOKEN_BYTES)
+
+
+MIXTURE_MESHES = {"data": (4, 1, 1, 1), "expert": (1, 1, 4, 1), "fsdp, expert": (1, 2, 2, 1), "expert, tensor": (2, 1, 2, 2)}
+
+
+def mixture(sizes, micro_batches=1):
+    data, fsdp, expert, tensor = sizes
+    return small_config(
+        attention="mla", ffn="moe", gate="headwise", d_model=D, n_layers=3, remat="full", loss_chunk=8, model__moe__first_k_dense=1,
+        model__moe__n_experts=8, model__moe__balance_loss=0.5, model__moe__bias_rate=0.05, batch__sequences=B,
+        batch__micro_batches=micro_batches, data__packing="documents", optimizer__warmup_steps=0, optimizer__learning_rate=0.02,
+        optimizer__eps=1e-3,  # Adam would turn the rounding of gradients near zero into whole steps
+        mesh__data=data, mesh__fsdp=fsdp, mesh__expert=expert, mesh__tensor=tensor,
+    )  # fmt: skip
+
+
+def steps_of_a_mixture(sizes, backend, micro_batches=1):
+    """Metrics of three steps and the last state, from the same parameters on every mesh; some tokens are padding."""
+    c = mixture(sizes, micro_batches)
+    c = apply_overrides(c, [("model.moe.backend", backend)])
+    p = Program(c, TOKEN_BYTES, devices=jax.devices()[: np.prod(sizes)])
+    state, metrics = p.init(c), []
+    for step in range(3):
+        fed = batch(step)
+        fed["segments"][:, -2:] = 0
+        state, found = p.step(state, p.put([fed]), scalars(c))
+        metrics.append(jax.device_get(found))
+    return metrics, jax.device_get(state)
+
+
+@pytest.fixture(scope="module")
+def dense_mixture():
+    return steps_of_a_mixture((1, 1, 1, 1), "dense")
+
+
+@pytest.mark.parametrize(
+    "name, micro_batches", [("data", 1), ("expert", 1), ("expert", 2), ("fsdp, expert", 1), ("expert, tensor", 1)]
+)
+def test_mixtures_equal_the_one_device_reference(dense_mixture, name, micro_batches):
+    """Loss, gradient norm, balance loss, loads, bias and parameters, with remat, under micro-batches too."""
+    (one, before), (many, after) = dense_mixture, steps_of_a_mixture(MIXTURE_MESHES[name], "auto", micro_batches)
+    for ours, theirs in zip(many, one, strict=True):
+        for measure in ("load_entropy", "load_max", "load_min", "tokens", "dropped"):
+            np.testing.assert_allclose(ours[measure], theirs[measure], rtol=1e-6)
+        np.testing.assert_allclose(ours["loss"], theirs["loss"], atol=1e-5)
+        np.testing.assert_allclose(ours["balance"], theirs["balance"], rtol=1e-5)
+        np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-5)
+    assert one[0]["dropped"].tolist() == [0, 0] and (np.asarray(one[0]["load_max"]) > 1).all()
+    np.testing.assert_array_equal(after["buffers"]["layers"]["ffn"]["bias"], before["buffers"]["layers"]["ffn"]["bias"])
+    assert abs(before["buffers"]["layers"]["ffn"]["bias"]).max() > 0.04
+    for ours, theirs in zip(*(jax.tree.leaves(state["params"]) for state in (after, before)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -11,28 +11,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from gammalm.initializers import ParamSpec
 from gammalm.models.decoder import Model
 from gammalm.training.optimizer import adam
-from gammalm.training.step import global_norm, init_state, loss_and_gradients, make_step, scalars, split_batch
+from gammalm.training.step import global_norm, init_state, loss_and_gradients, make_step, move_bias, scalars, split_batch
 
-from ..models.reference import random_params, small_config
+from ..models.reference import random_buffers, random_params, small_config
 
 NAN_TOKEN, STEEP_TOKEN = 49, 48  # a loss that is no number; a finite loss whose gradient is infinite
 
 
 class Toy:
+    config = SimpleNamespace(ffn="dense")
     specs = {"a": ParamSpec((3,), ("embed",), (), (), "ffn"), "g": ParamSpec((1,), ("embed",), (), (), "norm")}
 
     @staticmethod
-    def bind(params):
+    def bind(params, buffers):
         def loss(tokens, targets, weights, segments, eps):
             x = targets[..., None] / 10
             values = 0.5 * jnp.square(params["a"][None, None] - x).sum(-1) + (params["g"][None, None] * x).sum(-1)
             values += jnp.where(targets == NAN_TOKEN, jnp.nan, 0.0)
             values += jnp.sqrt(jnp.where((targets == STEEP_TOKEN).any(), 0 * params["g"][0], 1.0))  # its slope at 0 is infinite
-            return jnp.sum(values * weights)
+            return jnp.sum(values * weights), {}
 
         return SimpleNamespace(loss=loss)
 
@@ -44,7 +46,7 @@ CONFIG = small_config(
 
 def fresh():
     params = {"a": jnp.array([1.0, -2.0, 0.5]), "g": jnp.array([0.7])}
-    return {"step": jnp.int32(0), "params": params, "adam": adam(CONFIG.optimizer).init(params), "halted": jnp.bool_(False)}
+    return {"step": jnp.int32(0), "params": params, "buffers": {}, "adam": adam(CONFIG.optimizer).init(params), "halted": jnp.bool_(False)}
 
 
 @pytest.fixture(scope="module")
@@ -130,19 +132,70 @@ def documents():
     return {"tokens": draw(0, rows=8), "segments": segments}
 
 
-def test_micro_batches_equal_one_large_batch(documents):
-    """Loss and gradients to 1e-6 of their norms: sums in another order."""
-    model = Model(small_config(gate="headwise").model)
-    params = jax.tree.map(jnp.asarray, random_params(model.specs))
-    loss, gradients, count = jax.jit(lambda p: loss_and_gradients(model, p, documents, 1e-5, 1))(params)
+@pytest.mark.parametrize("ffn, remat", [("dense", "none"), ("moe", "none"), ("moe", "full")])
+def test_micro_batches_equal_one_large_batch(documents, ffn, remat):
+    """Loss and gradients to 1e-6 of their norms: sums in another order. Of mixtures the loads exactly: remat counts nothing twice."""
+    model = Model(small_config(gate="headwise", ffn=ffn, remat=remat).model)
+    params, buffers = jax.tree.map(jnp.asarray, (random_params(model.specs), random_buffers(model)))
+
+    def differentiate(pieces):
+        return jax.jit(lambda p: loss_and_gradients(model, p, buffers, documents, 1e-5, pieces))(params)
+
+    loss, gradients, count, measured = differentiate(1)
     assert float(count) == ((documents["segments"][:, 1:] == documents["segments"][:, :-1]) & (documents["segments"][:, 1:] > 0)).sum() < 40
+    if ffn == "moe":
+        valid = (documents["segments"][:, :-1] > 0).sum()
+        np.testing.assert_array_equal(measured["load"].sum(axis=1), [2 * valid] * 2)
+        np.testing.assert_array_equal(measured["dropped"], [0, 0])
     for pieces in (2, 4):
-        cut_loss, cut_gradients, cut_count = jax.jit(lambda p, n=pieces: loss_and_gradients(model, p, documents, 1e-5, n))(params)
+        cut_loss, cut_gradients, cut_count, cut_measured = differentiate(pieces)
         assert float(cut_loss) == pytest.approx(float(loss), rel=1e-6)
         assert float(cut_count) == float(count)
         for ours, theirs in zip(jax.tree.leaves(cut_gradients), jax.tree.leaves(gradients), strict=True):
             assert ours.dtype == jnp.float32
             assert np.linalg.norm(ours - theirs) <= 2e-6 * np.linalg.norm(theirs)
+        for name, values in measured.items():
+            np.testing.assert_allclose(cut_measured[name], values, rtol=0 if values.dtype == jnp.int32 else 1e-6)
+
+
+def test_the_bias_moves_against_the_load_once_per_step():
+    """Up for less than the mean load, down for more, by bias_rate; not at all in a step that halted, nor at rate 0."""
+    load = np.array([[4, 4, 0, 8], [5, 5, 5, 5]])
+    np.testing.assert_allclose(move_bias(jnp.zeros((2, 4)), jnp.asarray(load), 0.5), [[0, 0, 0.5, -0.5], [0] * 4])
+    for micro_batches in (1, 2):
+        c = small_config(ffn="moe", model__moe__bias_rate=0.25, batch__micro_batches=micro_batches)
+        model = Model(c.model)
+        state = init_state(model, c, 0)
+        step = jax.jit(make_step(model, c))
+        batch = {"tokens": jnp.asarray(draw(0))}
+        *_, measured = loss_and_gradients(model, state["params"], state["buffers"], batch, c.model.norm_eps, 1)
+        after, metrics = step(state, batch, scalars(c))
+        bias = after["buffers"]["layers"]["ffn"]["bias"]
+        mean = np.asarray(measured["load"]).mean(axis=1, keepdims=True)
+        np.testing.assert_allclose(bias, 0.25 * np.sign(mean - measured["load"]))
+        share = np.asarray(measured["load"]) / np.asarray(measured["load"]).sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(metrics["load_entropy"], stats.entropy(share, axis=1) / np.log(6), rtol=1e-5)
+        np.testing.assert_allclose(metrics["load_max"], share.max(axis=1) * 6, rtol=1e-5)
+        np.testing.assert_allclose(metrics["load_min"], share.min(axis=1) * 6, rtol=1e-5)
+        sick = after | {"halted": jnp.bool_(True)}
+        np.testing.assert_array_equal(step(sick, batch, scalars(c))[0]["buffers"]["layers"]["ffn"]["bias"], bias)
+
+
+def test_the_bias_evens_the_load_out():
+    """Repeated steps at learning rate 0 from a lopsided router: the largest load falls towards the mean. Without the bias it stays."""
+    loads = {}
+    for rate in (0.0, 0.02):
+        c = small_config(ffn="moe", model__moe__bias_rate=rate, optimizer__learning_rate=0.0, batch__sequences=16)
+        model = Model(c.model)
+        state = init_state(model, c, 0)
+        state["params"]["layers"]["ffn"]["router"] *= 3.0
+        step = jax.jit(make_step(model, c))
+        batch = {"tokens": jnp.asarray(draw(0, rows=16))}
+        for _ in range(60):
+            state, metrics = step(state, batch, scalars(c))
+            loads.setdefault(rate, []).append(np.asarray(metrics["load_max"]).max())
+    assert loads[0.0][0] == loads[0.0][-1] == loads[0.02][0] > 1.5
+    assert loads[0.02][-1] < 1.25
 
 
 def test_a_batch_of_padding_changes_nothing_but_decay():
