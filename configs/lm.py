@@ -19,12 +19,13 @@ from gammalm.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """A mixture: routed experts, how many of them a token gets, experts that every token gets, and the width of one expert."""
+    """A mixture: routed experts, how many of them a token gets, experts that every token gets, the width of one expert, the bias step."""
 
     n_experts: int
     top_k: int
     n_shared: int
     d_expert: int
+    bias_rate: float = 1e-3  # DeepSeek-V3's, for runs of many thousand steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Size:
     experts: Experts | None = None
 
 
-# A mixture's dense width (its first layers may be dense) is what a token gets of the experts; rates are GPT-3's at the active size.
+# A mixture's dense width (its first layers may be dense) is what a token gets of the experts; learning rates are GPT-3's at the active
+# size. A run of tiny-moe has a few hundred steps, in which steps of 1e-3 could not move a bias as far as affinities differ.
 SIZES = {
     "nano": Size(2, 48, 2, 24, 128, 112, 128, 4096, 1e-2, vocab_size=1024, total_tokens=2e6),
     "tiny": Size(2, 64, 2, 32, 176, 160, 128, 4096, 1e-2, vocab_size=2048, total_tokens=6e6),
@@ -56,7 +58,7 @@ SIZES = {
     "760m": Size(24, 1536, 16, 96, 4096, 3584, 2048, 2**19, 2.5e-4),
     "1.5b": Size(24, 2048, 24, 128, 5440, 4416, 2048, 2**20, 2e-4),
     "1.5b-16h": Size(24, 2048, 16, 128, 5440, 4752, 2048, 2**20, 2e-4, vocab_size=64000, tie_embeddings=False),
-    "tiny-moe": Size(2, 64, 2, 32, 160, 160, 128, 4096, 1e-2, vocab_size=2048, total_tokens=6e6, experts=Experts(16, 4, 1, 32)),
+    "tiny-moe": Size(2, 64, 2, 32, 160, 160, 128, 4096, 1e-2, vocab_size=2048, total_tokens=6e6, experts=Experts(16, 4, 1, 32, 1e-2)),
     "moe-1.5b-a0.25b": Size(
         12, 1024, 16, 64, 3456, 3456, 2048, 2**20, 3.8e-4, vocab_size=64000, total_tokens=100e9, warmup_share=375e6 / 100e9,
         experts=Experts(96, 8, 1, 384),
@@ -131,7 +133,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.model.moe.first_k_dense = 0  # layers before the first mixture, with an FFN of width d_ff
         c.model.moe.score = "sigmoid"  # sigmoid | softmax
         c.model.moe.route_scale = 1.0  # of the gates, which sum to 1 before
-        c.model.moe.bias_rate = 1e-3  # step of the selection bias against unequal load; 0: none
+        c.model.moe.bias_rate = size.experts.bias_rate  # step of the selection bias against unequal load; 0: none
         c.model.moe.balance_loss = 1e-4  # weight of the sequence-wise balance loss; 0: none
         c.model.moe.backend = "auto"  # auto | dense | blocked | ragged | tokamax
     c.model.d_ff = size.d_ff_gated if args.gate == "elementwise" and args.match_width else size.d_ff

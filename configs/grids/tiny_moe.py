@@ -13,7 +13,7 @@ from gammalm.experiments.grid import Grid, arms, fixed, numbers, product, values
 
 # Leaves are overridden in both arms, so that the two differ in nothing else.
 BALANCE = {
-    "balanced": {"model.moe.bias_rate": 1e-3, "model.moe.balance_loss": 1e-4},
+    "balanced": {"model.moe.bias_rate": 1e-2, "model.moe.balance_loss": 1e-4},
     "unbalanced": {"model.moe.bias_rate": 0.0, "model.moe.balance_loss": 0.0},
 }
 

@@ -113,7 +113,7 @@ def test_backends_equal_the_loop_over_tokens_and_experts(backend, case):
 
 
 @pytest.mark.parametrize("backend", HERE)
-def test_backends_in_bf16(backend):
+def test_backends_in_bf16(backend, few_sizes):
     """3 %: bf16 has 8 bits, and five roundings follow one another. The gradients of gates and weights are fp32 all the same."""
     rng = np.random.default_rng(1)
     args = inputs(rng, routing("some none", rng), jnp.bfloat16)
@@ -231,10 +231,11 @@ def temporary(backend, n_experts, n=256, a=4, d=64, f=32):
 
 
 def bound(n_experts, n=256, a=4, d=64, f=32):
-    """1.3 times what `blocked` has to hold at once: three [N·A, D] arrays (rows, and the gradients of their outputs and of themselves),
-    the weights and gradients of one expert, some arrays of one block, and y, its cotangent and a few numbers per assignment."""
+    """1.3 times what `blocked` holds: three [N·A, D] arrays (rows, gradients of their outputs and of themselves) and three [N·A, F] (before
+    and after the activation), the weights and gradients of one expert, some arrays of one block, y with its cotangent, and a few numbers
+    per assignment."""
     block = experts_blocked.block_size(n * a, n_experts)
-    return 1.3 * 4 * (3 * (n * a + block) * d + 2 * 3 * d * f + block * (12 * f + 6 * d) + 2 * n * d + 12 * n * a)
+    return 1.3 * 4 * (3 * (n * a + block) * (d + f) + 2 * 3 * d * f + block * (12 * f + 6 * d) + 2 * n * d + 12 * n * a)
 
 
 def test_memory_does_not_grow_with_experts(few_sizes):
