@@ -25,7 +25,7 @@ SHAPES = {
     "1.5b": dict(d_model=1024, d_expert=384, n_experts=96, top_k=8, batch=4, seq_len=512),  # one layer of moe-1.5B-a0.25B
 }
 EXPERTS = (16, 32, 64, 96)
-SCALING = dict(d_model=512, d_expert=256, top_k=8, batch=2, seq_len=512, dtype="float32")
+SCALING = dict(d_model=512, d_expert=256, top_k=8, batch=4, seq_len=512, dtype="float32")
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.02}  # relative, of the two sides' gradient norms
 
 

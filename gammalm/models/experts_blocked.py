@@ -1,7 +1,7 @@
 """Expert products in blocks of rows sorted by expert: the work of dispatched assignments and no more, whatever the number of experts.
 
 XLA:CPU lowers `jax.lax.ragged_dot` to every expert on every row. Here a loop walks over the experts, and inside over blocks of the rows
-of one: as many full blocks as its group holds, then one shorter one in the smallest of STEPS sizes that fits. Each expert's weights are
+of one: as many full blocks as its group holds, and one shorter one in the smallest of STEPS sizes that fits. Each expert's weights are
 cut out and cast once. Nothing here is as large as experts x rows.
 
 Shape legend: N rows, A assignments per row, M = N·A and slack for the last block, D d_model, F width of an expert, E experts,
@@ -61,8 +61,8 @@ def _put(a, part, first):
     return jax.lax.dynamic_update_slice_in_dim(a, part, first, 0)
 
 
-def _weights_of(w, e, dtype):
-    return [w[name][e].astype(dtype) for name in ("gate", "up", "down")]
+def _cast(w, dtype):
+    return [w[name].astype(dtype) for name in ("gate", "up", "down")]
 
 
 @jax.custom_vjp
@@ -82,22 +82,22 @@ def _into(x_ND, ids_NA, w):
     block, gather, _, starts = _plan(ids_NA, n_experts)
     rows_MD = gather(x_ND)
 
-    def expert(e, carry):
-        gate_DF, up_DF, _ = _weights_of(w, e, x_ND.dtype)
+    def expert(buffers, args):
+        w, start, end = args
+        gate_DF, up_DF, _ = _cast(w, x_ND.dtype)
 
         def body(first, size, ran, buffers):
             rows = _cut(rows_MD, first, size)
             gate_MF, up_MF = buffers
             buffers = _put(gate_MF, rows @ gate_DF, first), _put(up_MF, rows @ up_DF, first)
-            return ran + jnp.minimum(size, starts[e + 1] - first), buffers
+            return ran + jnp.minimum(size, end - first), buffers
 
-        ran, buffers = carry
-        more, buffers = _walk(starts[e], starts[e + 1], block, body, lambda: jnp.zeros((), jnp.int32), buffers)
-        return ran + more, buffers
+        ran, buffers = _walk(start, end, block, body, lambda: jnp.zeros((), jnp.int32), buffers)
+        return buffers, ran
 
     empty_MF = jnp.zeros((rows_MD.shape[0], F), x_ND.dtype)
-    ran, (gate_MF, up_MF) = jax.lax.fori_loop(0, n_experts, expert, (jnp.zeros((), jnp.int32), (empty_MF, empty_MF)))
-    return gate_MF, up_MF, ran
+    (gate_MF, up_MF), ran_E = jax.lax.scan(expert, (empty_MF, empty_MF), (w, starts[:-1], starts[1:]))
+    return gate_MF, up_MF, jnp.sum(ran_E)
 
 
 @sequential_vmap
@@ -107,15 +107,16 @@ def _out_of(gate_MF, up_MF, ids_NA, gates_NA, w):
     block, _, place_NA, starts = _plan(ids_NA, n_experts)
     h_MF = (jax.nn.silu(gate_MF.astype(jnp.float32)) * up_MF.astype(jnp.float32)).astype(gate_MF.dtype)
 
-    def expert(e, out_MD):
-        *_, down_FD = _weights_of(w, e, h_MF.dtype)
+    def expert(out_MD, args):
+        w, start, end = args
+        *_, down_FD = _cast(w, h_MF.dtype)
 
         def body(first, size, _, out_MD):
             return None, _put(out_MD, _cut(h_MF, first, size) @ down_FD, first)
 
-        return _walk(starts[e], starts[e + 1], block, body, lambda: None, out_MD)[1]
+        return _walk(start, end, block, body, lambda: None, out_MD)[::-1]
 
-    out_MD = jax.lax.fori_loop(0, n_experts, expert, jnp.zeros((h_MF.shape[0], D), h_MF.dtype))
+    out_MD, _ = jax.lax.scan(expert, jnp.zeros((h_MF.shape[0], D), h_MF.dtype), (w, starts[:-1], starts[1:]))
     real_NA = ids_NA < n_experts
     parts = jnp.where(real_NA[..., None], gates_NA[..., None] * out_MD[place_NA].astype(jnp.float32), 0)
     return jnp.sum(parts, axis=1).astype(h_MF.dtype)
@@ -128,13 +129,14 @@ def _gradients(x_ND, ids_NA, gates_NA, w, gate_MF, up_MF, d_y_ND):
     rows_MD, d_y_MD = gather(x_ND), gather(d_y_ND)
     weight_M = jnp.zeros(rows_MD.shape[:1], jnp.float32).at[place_NA.reshape(-1)].set(gates_NA.reshape(-1), unique_indices=True)
 
-    def expert(e, carry):
-        gate_DF, up_DF, down_FD = _weights_of(w, e, x_ND.dtype)
+    def expert(buffers, args):
+        w, start, end = args
+        gate_DF, up_DF, down_FD = _cast(w, x_ND.dtype)
 
         def body(first, size, d_w, buffers):
             d_rows_MD, d_weight_M = buffers
             rows, d_y, weight, gate, up = (_cut(a, first, size) for a in (rows_MD, d_y_MD, weight_M, gate_MF, up_MF))
-            own = (first + jnp.arange(size) < starts[e + 1])[:, None]
+            own = (first + jnp.arange(size) < end)[:, None]
             gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
             sigmoid = jax.nn.sigmoid(gate)
             swish = gate * sigmoid
@@ -151,13 +153,11 @@ def _gradients(x_ND, ids_NA, gates_NA, w, gate_MF, up_MF, d_y_ND):
             d_rows = jnp.einsum("mf,df->md", d_gate, gate_DF) + jnp.einsum("mf,df->md", d_up, up_DF)
             return d_w, (_put(d_rows_MD, d_rows, first), _put(d_weight_M, jnp.sum(swish * up * d_out, axis=1), first))
 
-        d_w, buffers = carry
-        zeros = lambda: {name: jnp.zeros(a.shape[1:], jnp.float32) for name, a in w.items()}  # noqa: E731
-        d_expert, buffers = _walk(starts[e], starts[e + 1], block, body, zeros, buffers)
-        return {name: _put(d_w[name], d_expert[name][None], e) for name in d_w}, buffers
+        zeros = lambda: {name: jnp.zeros(a.shape, jnp.float32) for name, a in w.items()}  # noqa: E731
+        return _walk(start, end, block, body, zeros, buffers)[::-1]
 
-    start = ({name: jnp.zeros(a.shape, jnp.float32) for name, a in w.items()}, (jnp.zeros_like(rows_MD), jnp.zeros_like(weight_M)))
-    d_w, (d_rows_MD, d_weight_M) = jax.lax.fori_loop(0, n_experts, expert, start)
+    buffers = jnp.zeros_like(rows_MD), jnp.zeros_like(weight_M)
+    (d_rows_MD, d_weight_M), d_w = jax.lax.scan(expert, buffers, (w, starts[:-1], starts[1:]))
     real_NA = ids_NA < n_experts
     d_x = jnp.sum(jnp.where(real_NA[..., None], d_rows_MD[place_NA].astype(jnp.float32), 0), axis=1)
     return d_x.astype(x_ND.dtype), jnp.where(real_NA, d_weight_M[place_NA], 0), d_w
