@@ -4,8 +4,8 @@
 
 Arms: `balanced` moves the selection bias against unequal load and adds the sequence-wise balance loss, as the paper-size mixtures do;
 `unbalanced` does neither. At γ = 1 router logits start small, so that the bias decides early whom a token goes to (docs/science.md,
-section 9): the load entropy of each layer is in every run's metrics.jsonl. `tiny-moe` has 0.38M parameters, 0.24M of them active;
-1,500 steps are the size's own 6M tokens, 26 per active parameter, and the default 300 show routing, not what the model ends at.
+section 9): the load entropy of each layer is in every run's metrics.jsonl. With 1,024 tokens `tiny-moe` has 0.32M parameters, 0.17M of
+them active; the default 300 steps are 7 tokens per active parameter and show routing, not what the model ends at.
 """
 
 from gammalm.config import typed_args

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -125,8 +126,7 @@ def curves(title: str, runs: Sequence, best: Mapping[float, Best]) -> Figure | N
         if train:
             tokens, losses = zip(*train, strict=True)
             losses = smoothed(losses)
-            step = max(1, len(tokens) // 200)
-            keep = [*range(0, len(tokens) - 1, step), len(tokens) - 1]
+            keep = _keep(len(tokens))
             axes.plot([tokens[i] for i in keep], [losses[i] for i in keep], lw=1.7 if strong else 0.9, **look)
             inside += [y for x, y in zip(tokens, losses, strict=True) if x >= 0.2 * tokens[-1]]
         if validation:
@@ -207,7 +207,7 @@ def differences(title: str, found: Sequence[Difference]) -> Figure:
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.12)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: "0" if abs(x) < 1e-12 else f"{x:+.3g}".replace("-", "−")))
-    axes.locator_params(axis="x", nbins=5)
+    axes.locator_params(axis="x", nbins=4)
     return figure
 
 
@@ -236,6 +236,36 @@ def domains(title: str, table: Mapping[float, Mapping[str, Estimate]], xlabel: s
     handles = [Line2D([], [], color=colour[g], marker=marker[g], lw=0, ms=6.5, label=f"γ = {g:g}") for g in sorted(table)]
     axes.legend(handles=handles, loc="best", ncols=1 if len(handles) < 6 else 2)
     return figure
+
+
+@_styled
+def loads(title: str, runs: Mapping[float, Sequence[tuple[Sequence[int], np.ndarray]]], lowest: float) -> Figure:
+    """One group's load entropy against tokens, {γ: a (tokens, entropy [T, L]) per run}: strong the mean over layers, thin each layer.
+
+    lowest: the lowest entropy that the axis must show, so that groups compare. Shapes: T logged steps, L mixture layers.
+    """
+    figure, axes = _panel(title, "tokens", "load entropy (1 = even)")
+    colour, marker = colours(list(runs)), markers(list(runs))
+    axes.axhline(1, color="#1b1f27", lw=1, ls="--")
+    for g, curves_ in sorted(runs.items()):
+        for tokens, entropy_TL in curves_:
+            keep = _keep(len(tokens))
+            x, y_TL = [tokens[i] for i in keep], entropy_TL[keep]
+            axes.plot(x, y_TL, color=colour[g], lw=0.7, alpha=0.4)
+            look = {"marker": marker[g], "markevery": (len(x) - 1, 1), "ms": 6, "mec": "white", "mew": 0.8, "clip_on": False}
+            axes.plot(x, y_TL.mean(axis=1), color=colour[g], lw=1.7, zorder=3, **look)
+    margin = 0.06 * (1 - lowest) or 0.01
+    axes.set_ylim(lowest - margin, 1 + margin)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: compact(x)))
+    handles = [Line2D([], [], color=colour[g], marker=marker[g], mec="white", lw=1.7, label=f"γ = {g:g}") for g in sorted(runs)]
+    axes.legend(handles=handles, loc="best", ncols=1 if len(handles) < 6 else 2)
+    return figure
+
+
+def _keep(points: int) -> list[int]:
+    """Which points of a long line are drawn: about 200 of them, the last among them."""
+    return [*range(0, points - 1, max(1, points // 200)), points - 1]
 
 
 def compact(number: float) -> str:

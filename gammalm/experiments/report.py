@@ -11,16 +11,17 @@ from html import escape
 from pathlib import Path
 
 from gammalm.experiments import page, plots, report_figures
+from gammalm.experiments.report_load import load_section
 from gammalm.experiments.results import Run, read_study
 from gammalm.experiments.summary import (
-    PAPER_PARAMETERS,
-    PAPER_SCALE,
-    PAPER_TOKENS,
+    PAPER_DENSE,
+    PAPER_MIXTURES,
     Summary,
     print_table,
     statements,
     summarise,
     text_table,
+    tokens_per_active_parameter,
     tokens_per_parameter,
 )
 from gammalm.files import write_json_atomic, write_text_atomic
@@ -54,6 +55,7 @@ def _top(summary: Summary, sections: Sequence[str]) -> str:
         *([("failed", str(failed))] if failed else []),
         *([("unfinished", str(unfinished))] if unfinished else []),
         ("parameters", _range(summary, "parameters")),
+        *([("active parameters", _range(summary, "active_parameters"))] if _active_known(summary) else []),
         ("tokens per cell", _range(summary, "tokens")),
         ("tokens per parameter", _range(summary, "tokens_per_parameter")),
         ("seeds", str(summary.seeds)),
@@ -90,19 +92,22 @@ def _scale_note(summary: Summary) -> str:
     """How far this is from the scale of the paper, when it is smaller."""
     parameters = [p for row in summary.scale for p in row["parameters"]]
     tokens = [t for row in summary.scale for t in row["tokens"]]
-    if not parameters or not tokens or (max(parameters) >= PAPER_PARAMETERS and max(tokens) >= PAPER_TOKENS):
+    said, fewest, seen = PAPER_MIXTURES if summary.loads else PAPER_DENSE
+    if not parameters or not tokens or (max(parameters) >= fewest and max(tokens) >= seen):
         return ""
     here = f"here the largest has {plots.compact(max(parameters))} and sees at most {plots.compact(max(tokens))}"
-    return f"{PAPER_SCALE}; {here}. What is found at this scale is about this scale."
+    return f"{said}; {here}. What is found at this scale is about this scale."
 
 
 def _scale(summary: Summary, folder: Path) -> str:
-    headers = ["", *(row["group"] for row in summary.scale)]
+    headers, active = ["", *(row["group"] for row in summary.scale)], _active_known(summary)
     named = [
         ("cells finished", lambda row: f"{row['done']} of {row['cells']}"),
         ("parameters", lambda row: _each(row["parameters"], "{:,}".format)),
+        *([("active parameters", lambda row: _each(row["active_parameters"], "{:,}".format))] if active else []),
         ("training tokens", lambda row: _each(row["tokens"], "{:,}".format)),
         ("tokens per parameter", lambda row: _each(row["tokens_per_parameter"], plots.compact)),
+        *([("tokens per active parameter", lambda row: _each(row["tokens_per_active_parameter"], plots.compact))] if active else []),
         ("steps", lambda row: _each(row["steps"], "{:,}".format)),
         ("sequences × length", lambda row: f"{_each(row['sequences'])} × {_each(row['seq_len'])}"),
         ("layers × width", lambda row: f"{_each(row['layers'])} × {_each(row['width'])}"),
@@ -163,13 +168,17 @@ def _sigma(value) -> str:
 def _cells(summary: Summary, folder: Path) -> str:
     failed = [[run.cell.name, run.row.get("error") or "no message"] for run in summary.with_status("failed")]
     unfinished = [[run.cell.name, _progress(run)] for run in summary.with_status("unfinished")]
+    ratios = {"tokens/parameter": tokens_per_parameter}
+    if _active_known(summary):
+        ratios["tokens/active parameter"] = tokens_per_active_parameter
     rows = [
         [run.cell.name, run.status]
         + [_fixed(run.row.get(key), 4) for key in ("loss", "bits_per_byte", "train_loss")]
-        + [_fixed(tokens_per_parameter(run), 1), _fixed(run.row.get("seconds"), 1), _speed(run)]
+        + [_fixed(read(run), 1) for read in ratios.values()]
+        + [_fixed(run.row.get("seconds"), 1), _speed(run)]
         for run in summary.study.runs
     ]
-    headers = ["cell", "status", "loss", "bits/byte", "train loss", "tokens/parameter", "seconds", "tokens/s"]
+    headers = ["cell", "status", "loss", "bits/byte", "train loss", *ratios, "seconds", "tokens/s"]
     return page.section(
         "cells",
         "Cells, time and versions",
@@ -220,6 +229,7 @@ SECTIONS = {
     "rate": report_figures.rate_section,
     "gap": report_figures.gap_section,
     "domains": report_figures.domains_section,
+    "load": load_section,
     "init": _init,
     "cells": _cells,
 }
@@ -230,6 +240,7 @@ LINKS = {
     "rate": "Learning rate",
     "gap": "Gap",
     "domains": "Domains",
+    "load": "Experts",
     "init": "Initialization",
     "cells": "Cells",
 }
@@ -257,6 +268,11 @@ def _range(summary: Summary, name: str) -> str:
         return "–"
     low, high = plots.compact(min(values)), plots.compact(max(values))
     return low if low == high else f"{low} – {high}"
+
+
+def _active_known(summary: Summary) -> bool:
+    """Whether a run's active parameters are known and not simply all: of mixtures, whose rows have them."""
+    return any(row["active_parameters"] for row in summary.scale)
 
 
 def _duration(seconds: float) -> str:

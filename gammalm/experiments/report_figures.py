@@ -11,7 +11,7 @@ from gammalm.experiments.statistics import Difference, Estimate
 from gammalm.experiments.summary import Summary, best_note, finding, gap_finding, interval, number
 
 
-def _drawn(summary: Summary, folder: Path, name: str, draw: Callable, alt: Callable) -> str:
+def panels(summary: Summary, folder: Path, name: str, draw: Callable, alt: Callable) -> str:
     """One drawing per group that has something to draw."""
     drawn = []
     for number_, group in enumerate(summary.groups, start=1):
@@ -54,7 +54,7 @@ def curves_section(summary: Summary, folder: Path) -> str:
     def alt(group):
         return f"Loss curves of {group} against training tokens, by γ. Final validation losses: {_spoken(summary, group) or 'none yet'}."
 
-    drawn = _drawn(summary, folder, "curves", draw, alt)
+    drawn = panels(summary, folder, "curves", draw, alt)
     note = (
         "Lines: training loss, smoothed. Marks: validation loss. Strong: the best learning rate of each γ (all runs while there is none); "
         "faint: the other rates. The steep first fifth of training is above the frame. Training batches follow the training mixture, "
@@ -68,7 +68,7 @@ def gamma_section(summary: Summary, folder: Path) -> str:
         table = _group_table(summary, group)
         return plots.by_gamma(group, table, _group_best(summary, group), _common_range(summary)) if table else None
 
-    drawn = _drawn(summary, folder, "gamma", draw, lambda group: f"Validation loss of {group} by γ: {_spoken(summary, group)}.")
+    drawn = panels(summary, folder, "gamma", draw, lambda group: f"Validation loss of {group} by γ: {_spoken(summary, group)}.")
     rows = []
     for (group, gamma, rate), values in summary.table.items():
         e = statistics.estimate(values.values())
@@ -88,7 +88,7 @@ def rate_section(summary: Summary, folder: Path) -> str:
         several = len({rate for _, rate in table}) > 1
         return plots.by_rate(group, table, _group_best(summary, group), _common_range(summary)) if several else None
 
-    drawn = _drawn(
+    drawn = panels(
         summary, folder, "rate", draw, lambda group: f"Validation loss of {group} by peak learning rate: {_spoken(summary, group)}."
     )
     rows = [
@@ -158,7 +158,7 @@ def domains_section(summary: Summary, folder: Path) -> str:
         ]
         return f"Losses of {group} by domain. {'; '.join(parts)}."
 
-    parts = [_drawn(summary, folder, "domains", draw, alt)]
+    parts = [panels(summary, folder, "domains", draw, alt)]
     for group in summary.groups:
         by_gamma = {gamma: rows for (of, gamma), rows in summary.domains.items() if of == group}
         if by_gamma:

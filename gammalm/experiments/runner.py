@@ -112,13 +112,14 @@ def _train(group: list[Cell], workdir: Path, programs: Programs, mode: str, titl
 
 def _cell_devices(runs: list[Run], mode: str, devices: int) -> int:
     """Devices that share the cells out between them: as many as divide both, unless the config's mesh takes all devices itself."""
-    if mode == "single" or runs[0].config.mesh.data != -1:
+    mesh = runs[0].config.mesh
+    if mode == "single" or mesh.data != -1:
         return 1
-    return math.gcd(len(runs), devices // (runs[0].config.mesh.fsdp * runs[0].config.mesh.tensor))
+    return math.gcd(len(runs), devices // (mesh.fsdp * mesh.expert * mesh.tensor))
 
 
 def _row(cell: Cell, outcome: Outcome) -> dict:
-    validation = outcome.validation or {}
+    validation, model = outcome.validation or {}, Model(cell.config().model)
     return {
         "cell": cell.name,
         "status": "failed" if outcome.error else "done",
@@ -129,7 +130,8 @@ def _row(cell: Cell, outcome: Outcome) -> dict:
         "train_loss": outcome.train_loss,
         "steps": outcome.steps,
         "tokens": outcome.tokens,
-        "parameters": Model(cell.config().model).parameter_count,
+        "parameters": model.parameter_count,
+        "active_parameters": model.active_parameter_count,
         "seconds": outcome.seconds,
         "error": outcome.error,
         "halted": outcome.halted,

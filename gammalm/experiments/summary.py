@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gammalm.experiments import statistics
+from gammalm.experiments.loads import Load, expert_loads
 from gammalm.experiments.results import Run, Study, group_name
 from gammalm.experiments.statistics import Best, Difference, Estimate
 
-PAPER_SCALE = "The paper's dense models have 125M to 1.5B parameters and see 36B tokens"
-PAPER_PARAMETERS, PAPER_TOKENS = 125e6, 36e9
+# What the paper trained, and the fewest parameters and the tokens of it.
+PAPER_DENSE = ("The paper's dense models have 125M to 1.5B parameters and see 36B tokens", 125e6, 36e9)
+PAPER_MIXTURES = ("The paper's mixtures have 1.5B and 3B parameters, 0.25B and 0.5B of them active, and see 100B tokens", 1.49e9, 100e9)
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """All statistics of one study. Keys: (group, γ, rate) in `table`, (group, γ) in `best` and `domains`."""
+    """All statistics of one study. Keys: (group, γ, rate) in `table`, (group, γ) in `best`, `domains` and `loads`."""
 
     study: Study
     table: Mapping[tuple[str, float, float], Mapping[int, float]]
@@ -28,6 +30,7 @@ class Summary:
     contrasts: Sequence[Difference]
     domains: Mapping[tuple[str, float], Mapping[str, dict[str, Estimate]]]  # domain -> {"loss", "bits_per_byte"}
     domain_gaps: Mapping[str, Mapping[str, Difference]]  # group -> domain -> headline γ's at the best rate of each
+    loads: Mapping[tuple[str, float], Load]  # of mixtures; empty for dense grids
     scale: Sequence[dict]
 
     @property
@@ -77,6 +80,7 @@ class Summary:
             "domain_gaps": [
                 {"domain": name, **_plain_difference(item)} for rows in self.domain_gaps.values() for name, item in rows.items()
             ],
+            "expert_loads": [{"group": group, "gamma": gamma, **load.to_json()} for (group, gamma), load in self.loads.items()],
             "statements": statements(self),
             "notices": list(self.study.notices),
         }
@@ -102,6 +106,7 @@ def summarise(study: Study) -> Summary:
         contrasts=statistics.gap_contrasts(gaps, arms),
         domains=domains,
         domain_gaps=domain_gaps,
+        loads=expert_loads(study, best),
         scale=[_scale(group, [run for run in study.runs if run.group == group]) for group in dict.fromkeys(r.group for r in study.runs)],
     )
 
@@ -158,8 +163,10 @@ def _scale(group: str, runs: Sequence[Run]) -> dict:
         "cells": len(runs),
         "done": sum(run.status == "done" for run in runs),
         "parameters": every(lambda run: run.row.get("parameters")),
+        "active_parameters": every(active_parameters),
         "tokens": every(lambda run: run.row.get("tokens") if run.status == "done" else None),
         "tokens_per_parameter": every(tokens_per_parameter),
+        "tokens_per_active_parameter": every(tokens_per_active_parameter),
         "steps": every(lambda run: run.row.get("steps") if run.status == "done" else None),
         "seq_len": leaf("data", "seq_len"),
         "sequences": leaf("batch", "sequences"),
@@ -179,7 +186,22 @@ def _scale(group: str, runs: Sequence[Run]) -> dict:
 
 def tokens_per_parameter(run: Run) -> float | None:
     """Training tokens of a finished run per parameter; None where either is not known."""
-    tokens, parameters = run.row.get("tokens"), run.row.get("parameters")
+    return _tokens_per(run, run.row.get("parameters"))
+
+
+def tokens_per_active_parameter(run: Run) -> float | None:
+    """The same per parameter that one token meets; None for dense runs."""
+    return _tokens_per(run, active_parameters(run))
+
+
+def active_parameters(run: Run) -> int | None:
+    """Parameters that one token meets; None for dense runs, where it is all of them, and for rows that do not have it."""
+    active = run.row.get("active_parameters")
+    return None if active == run.row.get("parameters") else active
+
+
+def _tokens_per(run: Run, parameters: int | None) -> float | None:
+    tokens = run.row.get("tokens")
     return tokens / parameters if run.status == "done" and tokens and parameters else None
 
 

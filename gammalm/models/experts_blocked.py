@@ -17,6 +17,7 @@ from jax.custom_batching import sequential_vmap
 MAX_BLOCK = 256  # rows: larger products are no faster, and weight gradients are added up seldom enough
 MIN_BLOCK = 32
 STEPS = 8  # sizes of a group's last block: at most an eighth of a block is spent on rows of no use
+MIN_STEP = 8  # rows: finer sizes of small blocks would save less than they take to compile
 TILE = 4  # rows that a transpose moves together; divides every size of a block
 
 
@@ -47,8 +48,9 @@ def _walk(start, end, block: int, body, zeros, buffers):
     First the rows that fill no block, in one block of the smallest size that fits: its total is then written, not added to zeros.
     """
     full = (end - start) // block
-    rest, step = start + full * block, block // STEPS
-    last = [functools.partial(lambda buffers, size: body(rest, size, zeros(), buffers), size=step * i) for i in range(1, STEPS + 1)]
+    rest, step = start + full * block, max(MIN_STEP, block // STEPS)
+    sizes = range(step, block + 1, step)
+    last = [functools.partial(lambda buffers, size: body(rest, size, zeros(), buffers), size=size) for size in sizes]
     carry = jax.lax.switch((end - rest + step - 1) // step, [lambda buffers: (zeros(), buffers), *last], buffers)
     return jax.lax.fori_loop(0, full, lambda i, carry: body(start + i * block, block, *carry), carry)
 

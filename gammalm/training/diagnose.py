@@ -26,7 +26,8 @@ def first_fault(program, state, batch, config) -> str:
     except jax.errors.JaxRuntimeError as error:
         return f"which layer is not known, the check failed ({str(error)[:100]})"
     parameters, (embedded, attended_L, fed_L), loss, gradients = found
-    bad = _first_bad_path(parameters)
+    dense = len(parameters["dense_layers"]["attn_norm"]["gain"]) if "dense_layers" in parameters else 0
+    bad = _first_bad_path(parameters, dense)
     if bad:
         return f"parameter {bad} is not finite before the step"
     if not embedded:
@@ -36,7 +37,7 @@ def first_fault(program, state, batch, config) -> str:
             return f"layer {layer}'s {'feed-forward' if attended else 'attention'} branch is the first that is not finite"
     if not loss:
         return "every layer is finite, the loss is not"
-    bad = _first_bad_path(gradients)
+    bad = _first_bad_path(gradients, dense)
     return f"the loss is finite, the gradient of {bad} is not" if bad else "run again, the same step is finite: the device may be at fault"
 
 
@@ -45,9 +46,11 @@ def _finite_by_layer(leaf):
     return jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(axis=1)
 
 
-def _first_bad_path(tree) -> str | None:
+def _first_bad_path(tree, dense: int) -> str | None:
+    """The first path that is not finite, with its layer counted over the whole model, whose first `dense` layers are a stack of their own."""
     for keys, finite in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not np.all(finite):
             path = jax.tree_util.keystr(keys, simple=True, separator="/")
-            return f"{path} (layer {int(np.argmin(finite))})" if path.startswith(("layers/", "dense_layers/")) else path
+            before = {"layers": dense, "dense_layers": 0}.get(path.split("/")[0])
+            return path if before is None else f"{path} (layer {before + int(np.argmin(finite))})"
     return None

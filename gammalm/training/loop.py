@@ -217,7 +217,7 @@ class _Group:
                 "tokens_per_s": round(self.rate / len(self.lanes), 1),
                 "data_wait": round(self.waited, 4),
                 "mfu": self._mfu(),
-                **{name: [round(float(x), 5) for x in values[name][i]] for name in BY_LAYER if name in values},
+                **{name: [round(x, 5) for x in values[name][i].tolist()] for name in BY_LAYER if name in values},
             })  # fmt: skip
         self.progress.advance(1, self._note())
 

@@ -1,11 +1,16 @@
-"""A made-up grid workdir with known effects, written the way the runner writes it: losses are exact sums of the terms below."""
+"""A made-up grid workdir with known effects, written the way the runner writes it: losses are exact sums of the terms below.
+
+And its report, read back as a page and as data.
+"""
 
 import json
 import math
 import random
+from html.parser import HTMLParser
 
 from gammalm.config import to_json
 from gammalm.experiments.grid import load_grid
+from gammalm.experiments.report import write_report
 from gammalm.experiments.results import append_result
 
 DOMAINS = {"web-en": (0.25, 900), "web-zh": (0.4, 700), "encyclopaedia-en": (-0.05, 800), "code-en": (-0.6, 500), "math-en": (0.1, 400)}
@@ -80,3 +85,32 @@ def _init_rows(config):
         {"path": "layers/ffn/down", "shape": [2, config.model.d_ff, d], "fan_in": 160, "gamma": gamma, "sigma": [160**-gamma, 0.5]},
     ]
     return rows
+
+
+class Page(HTMLParser):
+    """Collects what the tests ask of a page: tags with attributes, ids, and the text that is seen."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.text, self._open = [], "", []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if not {"style", "svg", "title"} & set(self._open):
+            self.text += data + " "
+
+    def ids(self):
+        return [attrs["id"] for _, attrs in self.tags if "id" in attrs]
+
+
+def report(workdir):
+    index = write_report(workdir)
+    return Page(index.read_text(encoding="utf-8")), json.loads((workdir / "report/summary.json").read_text(encoding="utf-8"))

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -17,36 +16,7 @@ from gammalm.experiments.results import append_result, group_name, read_results,
 from gammalm.experiments.statistics import Best, Difference, estimate
 from gammalm.experiments.summary import best_note, finding, gap_finding, summarise, text_table, verdict
 
-from .study import loss_of, write_study
-
-
-class Page(HTMLParser):
-    """Collects what the tests ask of a page: tags with attributes, ids, and the text that is seen."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.tags, self.text, self._open = [], "", []
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        self._open.append(tag)
-
-    def handle_endtag(self, tag):
-        while self._open and self._open.pop() != tag:
-            pass
-
-    def handle_data(self, data):
-        if not {"style", "svg", "title"} & set(self._open):
-            self.text += data + " "
-
-    def ids(self):
-        return [attrs["id"] for _, attrs in self.tags if "id" in attrs]
-
-
-def report(workdir):
-    index = write_report(workdir)
-    return Page(index.read_text(encoding="utf-8")), json.loads((workdir / "report/summary.json").read_text(encoding="utf-8"))
+from .study import loss_of, report, write_study
 
 
 @pytest.fixture(scope="module")

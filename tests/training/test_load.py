@@ -103,21 +103,26 @@ def test_what_cannot_be_loaded(whole, tmp_path):
 
 def test_training_begins_from_saved_weights(config, programs, tmp_path):
     """The first step's loss is that of the saved weights, its bias moves from the saved one, and the run goes on as any other."""
-    c = apply_overrides(config, [("train.steps", 2)])
+    c = apply_overrides(config, [("train.steps", 2), ("model.moe.backend", "dense")])
     model = Model(c.model)
     params, buffers = jax.tree.map(jnp.asarray, (random_params(model.specs), random_buffers(model)))
-    save_model(tmp_path / "run", c, params, buffers)
+    save_model(tmp_path / "run", apply_overrides(c, [("train.steps", 9), ("optimizer.learning_rate", 0.5)]), params, buffers)
     loaded = load_model(tmp_path / "run")
     equal(loaded.params, params)
     equal(loaded.buffers, buffers)
     assert loaded.step == 0 and loaded.tokenizer_sha256 is None
-    (outcome,) = train([Run(c, tmp_path / "run")], programs)
+    with pytest.raises(ConfigError, match="model.rope_theta"):
+        train([Run(apply_overrides(c, [("model.rope_theta", 5.0)]), tmp_path / "run")], programs)
+    (outcome,) = train([Run(c, tmp_path / "run")], programs)  # with its own steps and rate, not those it came with
     assert outcome.error is None and outcome.steps == 2
     split = open_split(c.data.path, "train", seq_len=32, packing="documents", mixture="natural", seed=0, batch=8)
     loss, *_ = jax.jit(lambda p, b: loss_and_gradients(model, p, buffers, b, c.model.norm_eps, 1))(params, split.batch(0))
     first = next(row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train")
     assert first["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert not (tmp_path / "run" / "init_table.json").exists(), "nothing was drawn"
     moved = np.asarray(load_model(tmp_path / "run").buffers["layers"]["ffn"]["bias"]) - buffers["layers"]["ffn"]["bias"]
     np.testing.assert_allclose(np.abs(moved).max(), 0.2, rtol=1e-5)  # two steps of 0.1 in one direction, for some expert
+    with pytest.raises(ConfigError, match="train.steps"):  # from now on it is a run like any other
+        train([Run(apply_overrides(c, [("train.steps", 3)]), tmp_path / "run")], programs)
     with pytest.raises(CheckpointError, match="holds a run already"):
         save_model(tmp_path / "run", c, params, buffers)

@@ -135,7 +135,8 @@ def documents():
 @pytest.mark.parametrize("ffn, remat", [("dense", "none"), ("moe", "none"), ("moe", "full")])
 def test_micro_batches_equal_one_large_batch(documents, ffn, remat):
     """Loss and gradients to 1e-6 of their norms: sums in another order. Of mixtures the loads exactly: remat counts nothing twice."""
-    model = Model(small_config(gate="headwise", ffn=ffn, remat=remat).model)
+    how = {} if ffn == "dense" else {"model__moe__backend": "auto" if remat == "full" else "dense"}
+    model = Model(small_config(gate="headwise", ffn=ffn, remat=remat, **how).model)
     params, buffers = jax.tree.map(jnp.asarray, (random_params(model.specs), random_buffers(model)))
 
     def differentiate(pieces):
@@ -163,7 +164,7 @@ def test_the_bias_moves_against_the_load_once_per_step():
     load = np.array([[4, 4, 0, 8], [5, 5, 5, 5]])
     np.testing.assert_allclose(move_bias(jnp.zeros((2, 4)), jnp.asarray(load), 0.5), [[0, 0, 0.5, -0.5], [0] * 4])
     for micro_batches in (1, 2):
-        c = small_config(ffn="moe", model__moe__bias_rate=0.25, batch__micro_batches=micro_batches)
+        c = small_config(ffn="moe", model__moe__bias_rate=0.25, model__moe__backend="dense", batch__micro_batches=micro_batches)
         model = Model(c.model)
         state = init_state(model, c, 0)
         step = jax.jit(make_step(model, c))
@@ -185,7 +186,7 @@ def test_the_bias_evens_the_load_out():
     """Repeated steps at learning rate 0 from a lopsided router: the largest load falls towards the mean. Without the bias it stays."""
     loads = {}
     for rate in (0.0, 0.02):
-        c = small_config(ffn="moe", model__moe__bias_rate=rate, optimizer__learning_rate=0.0, batch__sequences=16)
+        c = small_config(ffn="moe", model__moe__bias_rate=rate, model__moe__backend="dense", optimizer__learning_rate=0.0, batch__sequences=16)
         model = Model(c.model)
         state = init_state(model, c, 0)
         state["params"]["layers"]["ffn"]["router"] *= 3.0
