@@ -123,6 +123,7 @@ def get_config(arg: str = "") -> ConfigDict:
         c.model.n_kv_heads = size.n_heads
         c.model.head_dim = size.head_dim
         c.model.qk_norm = False
+    c.model.attention_kernel = "auto"  # auto | blockwise | cudnn | splash
     c.model.ffn = "moe" if size.experts else "dense"
     if size.experts:
         c.model.moe = ConfigDict()
@@ -186,10 +187,14 @@ def get_config(arg: str = "") -> ConfigDict:
     c.train.validation_batches = 0 if steps >= SHORT_RUN else 1  # per domain; 0: the whole split
     c.train.checkpoint_every = max(1, min(1000, steps // 4))
     c.train.checkpoints_kept = 2
+    c.train.stall_timeout = 1800.0  # seconds without a finished step after which a run is ended; 0: never
 
     c.mesh = ConfigDict()  # sizes of the mesh axes; -1: what is left of the devices
     c.mesh.data = -1
     c.mesh.fsdp = 1
     c.mesh.expert = 1
+    c.mesh.context = 1
     c.mesh.tensor = 1
+    c.mesh.dcn_data = 1  # of mesh.data, the factor that lies between slices (or hosts) and not within one
+    c.mesh.dcn_fsdp = 1
     return c.lock()

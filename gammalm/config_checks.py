@@ -53,6 +53,7 @@ RULES: dict[str, Check] = {
     "model.norm_eps": _POSITIVE,
     "model.gate": _one_of("none", "headwise", "elementwise"),
     "model.attention": _one_of("mha", "mla"),
+    "model.attention_kernel": _one_of("auto", "blockwise", "cudnn", "splash"),
     "model.ffn": _one_of("dense", "moe"),
     "model.tie_embeddings": _BOOL,
     "model.rope_theta": _POSITIVE,
@@ -94,10 +95,14 @@ RULES: dict[str, Check] = {
     "train.validation_batches": _whole(0),
     "train.checkpoint_every": _whole(1),
     "train.checkpoints_kept": _whole(1),
+    "train.stall_timeout": _NOT_NEGATIVE,
     "mesh.data": _MESH_AXIS,
     "mesh.fsdp": _MESH_AXIS,
     "mesh.expert": _MESH_AXIS,
+    "mesh.context": _whole(1),
     "mesh.tensor": _MESH_AXIS,
+    "mesh.dcn_data": _whole(1),
+    "mesh.dcn_fsdp": _whole(1),
 }
 
 # Leaves that exist only where another leaf has this value: nothing else reads them.
@@ -171,6 +176,8 @@ def _across(c: ConfigDict) -> list[str]:
             f"optimizer.warmup_steps={o.warmup_steps} and the cool-down (optimizer.cooldown_share={o.cooldown_share} of "
             f"train.steps={steps}) overlap; shorten one of them."
         )
+    if c.data.seq_len % c.mesh.context:
+        found.append(f"data.seq_len={c.data.seq_len} is no multiple of mesh.context={c.mesh.context}, over which each sequence is cut.")
     if list(c.mesh.values()).count(-1) > 1:
         found.append("mesh: only one axis may be -1 (what is left of the devices); give the others a size.")
     return found

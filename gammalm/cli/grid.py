@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from gammalm.cli.options import add_config
+from gammalm.cli.together import add_processes, together
 from gammalm.errors import ConfigError
 from gammalm.memory import keep_freed_memory
 
@@ -22,6 +23,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--retry-failed", action="store_true", help="train cells again that are recorded as failed")
     parser.add_argument("--list", action="store_true", help="print the cells and end")
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines instead of a table")
+    add_processes(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,15 +37,21 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.workdir is None:
         raise ConfigError("gammalm grid needs --workdir W, the folder for its cells and report (or --list).")
+    with together(args) as notice:
+        return _run(args, grid, notice)
+
+
+def _run(args: argparse.Namespace, grid, notice) -> int:
     from gammalm.experiments.report import print_table, write_report
     from gammalm.experiments.runner import run_grid
+    from gammalm.sharding import processes
 
-    rows = run_grid(grid, args.workdir, mode=args.mode, retry_failed=args.retry_failed)
-    index = write_report(args.workdir)
-    if args.json:
+    rows = run_grid(grid, args.workdir, mode=args.mode, retry_failed=args.retry_failed, notice=notice)
+    index = write_report(args.workdir) if processes.leads() else None
+    if args.json and processes.leads():
         for row in rows:
             print(json.dumps(row))
-    else:
+    elif processes.leads():
         print_table(rows)
         print(f"report: {index}")
     return 1 if any(row["status"] == "failed" for row in rows) else 0

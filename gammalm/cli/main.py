@@ -1,6 +1,7 @@
 """Entry point of `gammalm`: picks the subcommand, imports only its module, turns faults into one message and an exit status.
 
-Exit status: 0 done, 1 a fault of data, files or training, 2 a command line or config that cannot be run, 130 interrupted.
+Exit status: 0 done, 1 a fault of data, files or training, 2 a command line or config that cannot be run, 75 told to
+stop (saved), 76 stalled, 130 interrupted.
 """
 
 import argparse
@@ -21,6 +22,7 @@ COMMANDS = {
     "figure": "one figure or table of the papers",
     "data": "prepare a corpus: tokenizer and token shards; look into one",
     "inspect": "a config's parameters and how each is initialized",
+    "plan": "what a run would take on hardware that is not there: memory, time, price",
     "export": "write a trained model for Hugging Face transformers",
     "import": "read a model of Hugging Face transformers",
 }

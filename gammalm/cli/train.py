@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gammalm.cli.inspect import describe_parameters
 from gammalm.cli.options import add_config, config_from
+from gammalm.cli.together import add_processes, together
 from gammalm.memory import keep_freed_memory
 
 
@@ -20,23 +21,32 @@ def add_parser(subparsers) -> None:
     add_config(parser)
     parser.add_argument("--workdir", required=True, type=Path, help="folder for checkpoints, metrics and the config")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_processes(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     keep_freed_memory()
     config = config_from(args)
+    with together(args) as notice:
+        return _train(args, config, notice)
+
+
+def _train(args: argparse.Namespace, config, notice) -> int:
     from gammalm.models.decoder import Model
+    from gammalm.sharding import processes
     from gammalm.training.loop import Run, train
     from gammalm.training.program import Programs
 
     model = Model(config.model)
     tokens = config.batch.sequences * config.data.seq_len
-    print(
+    processes.say(
         f"{describe_parameters(model)}, {config.train.steps:,} steps of {tokens:,} tokens; "
-        f"gamma {config.init.gamma:g} ({config.init.preset}), eps {config.model.norm_eps:g}, gate {config.model.gate}",
-        file=sys.stderr,
+        f"gamma {config.init.gamma:g} ({config.init.preset}), eps {config.model.norm_eps:g}, gate {config.model.gate}"
+        + (f"; {processes.count()} processes" if processes.count() > 1 else "")
     )
-    (outcome,) = train([Run(config, args.workdir)], Programs())
+    (outcome,) = train([Run(config, args.workdir)], Programs(), notice=notice)
+    if not processes.leads():
+        return 1 if outcome.error else 0
     result = {"workdir": str(args.workdir), "parameters": model.parameter_count, **vars(outcome)}
     if args.json:
         print(json.dumps(result))

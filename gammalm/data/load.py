@@ -112,12 +112,12 @@ class Split:
             self._pattern = Pattern(self.shares)
             self._orders = [_shuffled(self.windows[g], seed, g) for g in self._pattern.groups]
 
-    def batch(self, step: int, rows: slice | None = None) -> dict[str, np.ndarray]:
-        """The batch of training step `step` (from 0), or those of its rows that `rows` names. A pure function of the step.
+    def batch(self, step: int, rows: slice | np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """The batch of training step `step` (from 0), or those of its rows that `rows` picks. A pure function of the step.
 
         Sources repeat, shuffled anew each time around, so any step exists. Of the training split alone.
         """
-        chosen = np.arange(self.batch_size)[rows or slice(None)]
+        chosen = np.arange(self.batch_size)[slice(None) if rows is None else rows]
         owners, nth = self._pattern(step * self.batch_size + chosen)
         out = self._empty(len(chosen))
         for row, (k, n) in enumerate(zip(owners.tolist(), nth.tolist(), strict=True)):
@@ -128,7 +128,7 @@ class Split:
         """How many times each group has been gone through after `step` steps of training."""
         return {g: n / self.windows[g] for g, n in self._pattern.seen(step * self.batch_size).items()}
 
-    def validation(self, domain: str, rows: slice | None = None) -> Iterator[dict[str, np.ndarray]]:
+    def validation(self, domain: str, rows: slice | np.ndarray | None = None) -> Iterator[dict[str, np.ndarray]]:
         """Batches over the whole of one domain ("web-en") once, in order; every token that has a context is a target with weight 1 exactly
         once, and what only fills the last batch has weight 0. Raises DataError for a domain that is not in `domains`."""
         if domain not in self._streams:
@@ -136,7 +136,7 @@ class Split:
         total = self._streams[domain].n_tokens
         windows = self._validation_windows(domain)
         for begin in range(0, windows, self.batch_size):
-            numbers = np.arange(begin, begin + self.batch_size)[rows or slice(None)]
+            numbers = np.arange(begin, begin + self.batch_size)[slice(None) if rows is None else rows]
             out = self._empty(len(numbers))
             weights = np.zeros((len(numbers), self.seq_len), np.float32)
             for row, number in enumerate(numbers.tolist()):

@@ -18,7 +18,7 @@ class Loader:
     the consumer at that step. State is the step alone: a loader started anywhere gives what one that ran up to there would.
     """
 
-    def __init__(self, split: Split, start_step: int = 0, rows: slice | None = None, prefetch: int = 2):
+    def __init__(self, split: Split, start_step: int = 0, rows: slice | np.ndarray | None = None, prefetch: int = 2):
         self._split, self._rows, self._prefetch = split, rows, prefetch
         self._next = start_step  # the step to be submitted next
         self._pending: collections.deque = collections.deque()

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +17,9 @@ from gammalm.experiments.grid import Cell, Grid
 from gammalm.experiments.results import append_result, read_results
 from gammalm.files import write_json_atomic
 from gammalm.models.decoder import Model
+from gammalm.sharding import processes
 from gammalm.training.loop import Outcome, Run, train
+from gammalm.training.preemption import Notice, Preempted
 from gammalm.training.program import MODES, Programs, signature
 
 CELLS_AT_ONCE = 16  # of one program: their states are in memory together
@@ -29,17 +30,23 @@ def default_mode() -> str:
     return "map" if jax.default_backend() == "cpu" else "vmap"
 
 
-def run_grid(grid: Grid, workdir: Path, *, mode: str | None = None, retry_failed: bool = False, devices=None) -> list[dict]:
+def run_grid(
+    grid: Grid, workdir: Path, *, mode: str | None = None, retry_failed: bool = False, devices=None, notice: Notice | None = None
+) -> list[dict]:
     """Trains what is not done yet and returns the rows of results.jsonl, one per cell, in the grid's order.
 
     `mode`: see `gammalm.training.program.MODES`; `devices`: those to use, by default all. `retry_failed`: train failed cells again,
-    from their beginning. Raises ConfigError when `workdir` holds another grid.
+    from their beginning; `notice`: when to stop, see `train`. Every process calls it alike; process 0 writes.
+
+    Raises ConfigError when `workdir` holds another grid, Preempted when told to stop; over several processes whatever stops a cell, as it
+    may have met one of them alone.
     """
     mode = mode or default_mode()
     if mode not in MODES:
         raise ConfigError(f"--mode {mode}: none of {', '.join(MODES)}.")
-    _record(grid, workdir)
+    processes.on_first("grid", lambda: _record(grid, workdir))
     rows, notices = read_results(workdir)
+    processes.exchange("results read")
     for notice in notices:
         _say(notice)
     todo = [cell for cell in grid.cells if not _settled(rows.get(cell.name, {}), retry_failed)]
@@ -47,16 +54,17 @@ def run_grid(grid: Grid, workdir: Path, *, mode: str | None = None, retry_failed
         _say(f"{len(grid.cells) - len(todo)} of {len(grid.cells)} cells are done already")
 
     for cell in todo:
-        if rows.get(cell.name, {}).get("halted"):  # its last checkpoint is of the halted state
+        if processes.leads() and rows.get(cell.name, {}).get("halted"):  # its last checkpoint is of the halted state
             shutil.rmtree(workdir / "cells" / cell.name / "checkpoints", ignore_errors=True)
 
     programs, began, finished = Programs(devices), time.monotonic(), 0
     for group in _groups(todo, mode):
         number = f"{len(grid.cells) - len(todo) + finished + 1}"
         title = f"cell {number} of {len(grid.cells)}: {group[0].name}" + (f" and {len(group) - 1} more" if len(group) > 1 else "")
-        for cell, outcome in zip(group, _train(group, workdir, programs, mode, title), strict=True):
+        for cell, outcome in zip(group, _train(group, workdir, programs, mode, title, notice), strict=True):
             rows[cell.name] = _row(cell, outcome)
-            append_result(workdir, rows[cell.name])
+            if processes.leads():
+                append_result(workdir, rows[cell.name])
             if outcome.error:
                 _say(f"cell {cell.name} failed: {outcome.error}")
         finished += len(group)
@@ -98,15 +106,18 @@ def _cells_at_once(config) -> int:
     return max(1, min(CELLS_AT_ONCE, memory // 2 // (16 * Model(config.model).parameter_count)))
 
 
-def _train(group: list[Cell], workdir: Path, programs: Programs, mode: str, title: str) -> list[Outcome]:
+def _train(group: list[Cell], workdir: Path, programs: Programs, mode: str, title: str, notice: Notice | None) -> list[Outcome]:
     """The outcomes of a group's runs; a fault of the whole group is the outcome of each, but for a config that cannot run at all."""
     runs = [Run(cell.config(), workdir / "cells" / cell.name, cell.name) for cell in group]
     try:
         mode = mode if len(runs) > 1 else "single"
-        return train(runs, programs, mode=mode, cell_devices=_cell_devices(runs, mode, len(programs.devices or jax.devices())), title=title)
-    except ConfigError:
+        cell_devices = _cell_devices(runs, mode, len(programs.devices or jax.devices()))
+        return train(runs, programs, mode=mode, cell_devices=cell_devices, title=title, notice=notice)
+    except (ConfigError, Preempted):
         raise
     except (GammalmError, jax.errors.JaxRuntimeError) as error:
+        if processes.count() > 1:
+            raise
         return [Outcome(steps=0, tokens=0, seconds=0.0, error=f"{type(error).__name__}: {error}") for _ in group]
 
 
@@ -115,7 +126,7 @@ def _cell_devices(runs: list[Run], mode: str, devices: int) -> int:
     mesh = runs[0].config.mesh
     if mode == "single" or mesh.data != -1:
         return 1
-    return math.gcd(len(runs), devices // (mesh.fsdp * mesh.expert * mesh.tensor))
+    return math.gcd(len(runs), devices // (mesh.fsdp * mesh.expert * mesh.context * mesh.tensor))
 
 
 def _row(cell: Cell, outcome: Outcome) -> dict:
@@ -139,4 +150,4 @@ def _row(cell: Cell, outcome: Outcome) -> dict:
 
 
 def _say(message: str) -> None:
-    print(f"grid: {message}", file=sys.stderr, flush=True)
+    processes.say(f"grid: {message}")

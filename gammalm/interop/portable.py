@@ -18,7 +18,7 @@ MODELLING = "modeling_gammalm.py"
 STACKS = ("dense_layers/", "layers/")  # of the paths that are stacked on axis 0
 LEAVES = (  # of config.model, of every model; `dtype` has another name there, where it is the dtype of the stored tensors
     "vocab_size", "d_model", "n_layers", "n_heads", "attention", "ffn", "d_ff", "norm_eps", "gate", "tie_embeddings", "rope_theta",
-    "logit_softcap", "residual_dtype", "remat", "scan_unroll", "loss_chunk",
+    "logit_softcap", "residual_dtype", "remat", "scan_unroll", "loss_chunk", "attention_kernel",
 )  # fmt: skip
 KINDS = {"mha": ("n_kv_heads", "head_dim", "qk_norm"), "mla": ("mla",), "dense": (), "moe": ("moe",)}  # leaves of one kind alone
 

@@ -17,7 +17,7 @@ from gammalm.models.attention import Attention
 from gammalm.models.loss import summed_loss, token_losses
 from gammalm.models.mla import LatentAttention
 from gammalm.models.moe import MoE
-from gammalm.models.parts import RMSNorm, SwiGLU, declare, rope_angles, shard_rows, softcap, whole_width
+from gammalm.models.parts import RMSNorm, SwiGLU, declare, rope_angles, shard_tokens, softcap, whole_width
 
 # Modules are pytrees here; graph mode would wrap every call in its own tracing machinery.
 nnx.set_graph_mode(False)
@@ -115,9 +115,9 @@ class Decoder(nnx.Module):
 
         def layer(x_BTD, block):
             x_BTD, measured = block(x_BTD, angles, segments_BT, eps)
-            return shard_rows(x_BTD), measured
+            return shard_tokens(x_BTD), measured
 
-        x_BTD = shard_rows(self.embed_tokens(tokens_BT))
+        x_BTD = shard_tokens(self.embed_tokens(tokens_BT))
         for name, depth in self.depths.items():
             step = layer
             if self.remat != "none":

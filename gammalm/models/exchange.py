@@ -1,7 +1,7 @@
 """Expert parallelism: the routed experts over the mesh in use, every token sent at most once to each device that holds some of its experts.
 
-Batch rows are cut over data, fsdp and expert; device r of P on the `expert` axis holds the experts [r·E/P, (r+1)·E/P). Within a
-`shard_map` each device routes only its own tokens, so that the compiler never sees a sort or a loop over tokens of all devices.
+Batch rows are cut over data, fsdp and expert, sequences over context; device r of P on the `expert` axis holds the experts
+[r·E/P, (r+1)·E/P). Within a `shard_map` each device routes only its own tokens: the compiler never sees a sort of all devices' tokens.
 A chunk of tokens is spread over the expert axis, each device runs its own experts on what arrives, and the parts of each token's
 output are sent back and merged: summed in fp32. Spreading and merging are each other's transposes, so the backward pass is the same walk.
 
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from gammalm.models.parts import BATCH_AXES, platform
+from gammalm.models.parts import TOKEN_AXES, TOKENS, mesh_pieces, platform
 
 EXPERT = "expert"
 WIDTH = {"gate": 1, "up": 1, "down": 2}  # the axis of length D of each weight, which lies cut up over fsdp
@@ -176,29 +176,26 @@ def sharded_expert_ffn(x_BTD, ids_BTA, gates_BTA, w, compute):
     x_BTD in the compute dtype; ids_BTA int32, E for "none"; gates_BTA fp32; w = {"gate", "up": [E, D, F], "down": [E, F, D]} fp32;
     compute(x_ND, ids_NA, gates_NA, w) -> (y_ND, computed) is `gammalm.models.experts.expert_ffn` with its backend bound. It may be given
     fewer experts than E, with ids to match. Differentiable in x, gates and w; gradients of w are summed over devices in fp32.
-    On a mesh B must be a multiple of data x fsdp x expert, E of expert, D of fsdp, F of tensor: ValueError from `shard_map` otherwise
-    (`gammalm.sharding.mesh` checks all of them before a run).
+    On a mesh B must be a multiple of data x fsdp x expert, T of context, E of expert, D of fsdp, F of tensor: ValueError from
+    `shard_map` otherwise (`gammalm.sharding.mesh` and `gammalm.config_checks` look at all of them before a run).
     """
 
     def flat(x_BTD, ids_BTA, gates_BTA, w, compute=compute):
         y_ND, computed = compute(*(a.reshape(-1, a.shape[-1]) for a in (x_BTD, ids_BTA, gates_BTA)), w)
         return y_ND.reshape(x_BTD.shape), computed
 
-    mesh = jax.sharding.get_abstract_mesh()
-    if all(mesh.shape.get(axis, 1) == 1 for axis in BATCH_AXES):
+    if mesh_pieces(*TOKEN_AXES) == 1:
         return flat(x_BTD, ids_BTA, gates_BTA, w)
-    pieces = mesh.shape[EXPERT]
-    if pieces > 1:
-        ragged = choose_transport(platform(), pieces, ids_BTA.shape[-1]) == "ragged"
+    if mesh_pieces(EXPERT) > 1:
+        ragged = choose_transport(platform(), mesh_pieces(EXPERT), ids_BTA.shape[-1]) == "ragged"
         compute = functools.partial(_exchanged, compute=compute, transport=RAGGED if ragged else GATHER)
 
     def local(x_BTD, ids_BTA, gates_BTA, w):
         w = {name: _whole_width(w[name], WIDTH[name], x_BTD.dtype) for name in w}
         y_BTD, computed = flat(x_BTD, ids_BTA, gates_BTA, w, compute)
-        return y_BTD, jax.lax.psum(computed, BATCH_AXES)
+        return y_BTD, jax.lax.psum(computed, TOKEN_AXES)
 
-    rows = PartitionSpec(BATCH_AXES)
     lie = {name: PartitionSpec(EXPERT, *[None] * (axis - 1), "fsdp") for name, axis in WIDTH.items()}
     return jax.shard_map(
-        local, in_specs=(rows, rows, rows, lie), out_specs=(rows, PartitionSpec()), axis_names=set(BATCH_AXES), check_vma=False
+        local, in_specs=(TOKENS, TOKENS, TOKENS, lie), out_specs=(TOKENS, PartitionSpec()), axis_names=set(TOKEN_AXES), check_vma=False
     )(x_BTD, ids_BTA, gates_BTA, w)  # fmt: skip

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from gammalm.models.parts import BATCH_AXES, softcap
+from gammalm.models.parts import TOKEN_AXES, TOKENS, mesh_pieces, softcap
 
 
 def _chunks(x_BTD, *others_BT, chunk: int):
@@ -34,17 +34,38 @@ def _nll(logits_BnV, targets_Bn):
     return lse - picked, lse
 
 
+def _each_device_its_tokens(function, summed: tuple[bool, ...]):
+    """`function` of (x, w, others [B, T]) on the tokens of each device; its results are [B, T, ...], or sums, added up once at the end.
+
+    Left to the compiler, every chunk would end in an all-reduce of a whole V x D gradient, and chunks would be of the global batch.
+    """
+    if mesh_pieces(*TOKEN_AXES) == 1:
+        return function
+
+    def local(*args):
+        return tuple(jax.lax.psum(a, TOKEN_AXES) if add else a for a, add in zip(function(*args), summed, strict=True))
+
+    def each(x_BTD, w, *others_BT):
+        specs = (TOKENS, PartitionSpec(), *[TOKENS] * len(others_BT))
+        results = tuple(PartitionSpec() if add else TOKENS for add in summed)
+        over = jax.shard_map(local, in_specs=specs, out_specs=results, axis_names=set(TOKEN_AXES), check_vma=False)
+        return over(x_BTD, w, *others_BT)
+
+    return each
+
+
 def token_losses(x_BTD, w_VD, targets_BT, *, cap=0.0, chunk=1024):
     """fp32 losses [B, T] in nats and log-sum-exps [B, T], forward only, for validation and measurements."""
-    w = w_VD.astype(x_BTD.dtype)
 
-    def one(_, args):
-        x, targets = args
-        return None, _nll(_chunk_logits(x, w, cap), targets)
+    def losses(x_BTD, w, targets_BT):
+        def one(_, args):
+            x, targets = args
+            return None, _nll(_chunk_logits(x, w, cap), targets)
 
-    _, (losses, lses) = jax.lax.scan(one, None, _chunks(x_BTD, targets_BT, chunk=chunk))
-    join = lambda a: jnp.moveaxis(a, 0, 1).reshape(targets_BT.shape)  # noqa: E731
-    return join(losses), join(lses)
+        _, found = jax.lax.scan(one, None, _chunks(x_BTD, targets_BT, chunk=chunk))
+        return tuple(jnp.moveaxis(a, 0, 1).reshape(targets_BT.shape) for a in found)
+
+    return _each_device_its_tokens(losses, (False, False))(x_BTD, w_VD.astype(x_BTD.dtype), targets_BT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -79,27 +100,8 @@ def _loss_and_gradients(x_BTD, w, targets_BT, weights_BT, *, cap, chunk):
     return total, d_w, jnp.moveaxis(d_x, 0, 1).reshape(x_BTD.shape)
 
 
-def _each_device_its_rows(function):
-    """`function` on the rows of each device, sums taken once at the end.
-
-    Left to the compiler, every chunk would end in an all-reduce of a whole V x D gradient, and chunks would be of the global batch.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if all(mesh.shape.get(axis, 1) == 1 for axis in BATCH_AXES):
-        return function
-
-    def local(*args):
-        total, d_w, d_x = function(*args)
-        return *jax.lax.psum((total, d_w), BATCH_AXES), d_x
-
-    rows, whole = PartitionSpec(BATCH_AXES), PartitionSpec()
-    return jax.shard_map(
-        local, in_specs=(rows, whole, rows, rows), out_specs=(whole, whole, rows), axis_names=set(BATCH_AXES), check_vma=False
-    )  # fmt: skip
-
-
 def _summed_loss_forward(x_BTD, w_VD, targets_BT, weights_BT, cap, chunk):
-    each = _each_device_its_rows(functools.partial(_loss_and_gradients, cap=cap, chunk=chunk))
+    each = _each_device_its_tokens(functools.partial(_loss_and_gradients, cap=cap, chunk=chunk), (True, True, False))
     total, d_w, d_x = each(x_BTD, w_VD.astype(x_BTD.dtype), targets_BT, weights_BT)
     return total, (d_x, d_w.astype(w_VD.dtype))
 

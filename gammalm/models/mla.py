@@ -10,7 +10,8 @@ import functools
 import jax.numpy as jnp
 from flax import nnx
 
-from gammalm.models.attention import causal_attention, declare_gate, gated
+from gammalm.models.attention import declare_gate, gated
+from gammalm.models.kernels import attend
 from gammalm.models.parts import RMSNorm, declare, product, rotate
 
 
@@ -22,6 +23,7 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, c):
         m, embed, heads = c.mla, c.d_model, c.n_heads
+        self.kernel = c.attention_kernel
         self.nope_dim = m.nope_dim
         qk_dim = m.nope_dim + m.rope_dim
         read = functools.partial(declare, fan_in=("embed",))
@@ -62,7 +64,7 @@ class LatentAttention(nnx.Module):
     def __call__(self, x_BTD, angles, segments_BT, eps):
         q_BTHK, k_BTHK, latent_BTC = self.queries_keys(x_BTD, angles, eps)
         v_BTHW = product(latent_BTC, self.v_up[...])
-        y_BTH1W, _ = causal_attention(q_BTHK[:, :, :, None], k_BTHK, v_BTHW, segments_BT)
+        y_BTH1W = attend(q_BTHK[:, :, :, None], k_BTHK, v_BTHW, segments_BT, self.kernel)
         y_BTHW = gated(self, y_BTH1W[:, :, :, 0], x_BTD)
         B, T, H, W = y_BTHW.shape
         return product(y_BTHW.reshape(B, T, H * W), self.out[...].reshape(H * W, -1))

@@ -4,6 +4,8 @@ Shape legend of the whole package: B batch, T query tokens, S key tokens, D d_mo
 R = H/G queries per key head, K head size, F FFN width, V vocabulary, L layers.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,6 +14,8 @@ from jax.sharding import PartitionSpec
 from gammalm.initializers import ParamSpec
 
 BATCH_AXES = ("data", "fsdp", "expert")  # mesh axes that share out the rows of a batch
+TOKEN_AXES = (*BATCH_AXES, "context")  # mesh axes that share out its tokens
+TOKENS = PartitionSpec(BATCH_AXES, "context")  # how [B, T, ...] lies
 
 
 def declare(shape, axes, *, fan_in=(), fan_out=(), role, residual_out=False) -> nnx.Param:
@@ -26,12 +30,17 @@ def platform() -> str:
     return jax.default_backend() if mesh.empty or mesh.abstract_device is None else mesh.abstract_device.platform
 
 
-def shard_rows(x_BTD):
-    """Keeps rows on the batch axes of the mesh in use, so that the compiler does not move activations to where weights lie."""
+def mesh_pieces(*axes: str) -> int:
+    """Into how many pieces these axes of the mesh in use cut something."""
     mesh = jax.sharding.get_abstract_mesh()
-    if "data" not in mesh.axis_names:
+    return math.prod(mesh.shape.get(axis, 1) for axis in axes)
+
+
+def shard_tokens(x_BTD):
+    """Keeps tokens where the mesh in use puts them, so that the compiler does not move activations to where weights lie."""
+    if "data" not in jax.sharding.get_abstract_mesh().axis_names:
         return x_BTD
-    return jax.lax.with_sharding_constraint(x_BTD, PartitionSpec(BATCH_AXES, None, None))
+    return jax.lax.with_sharding_constraint(x_BTD, TOKENS)
 
 
 def whole_width(table_VD):
@@ -53,7 +62,9 @@ def product(x_BTI, w):
 
 def _product_forward(x_BTI, w):
     B, T, inputs = x_BTI.shape
-    y = x_BTI.reshape(B * T, inputs) @ w.reshape(inputs, -1).astype(x_BTI.dtype)
+    matrix = w.reshape(inputs, -1).astype(x_BTI.dtype)
+    # Where T is cut up over devices, B·T is no axis that could be: the compiler would gather T first.
+    y = x_BTI @ matrix if mesh_pieces("context") > 1 else x_BTI.reshape(B * T, inputs) @ matrix
     return y.reshape(B, T, *w.shape[1:]), (x_BTI, w)
 
 

@@ -1,44 +1,69 @@
-"""What is known of each kind of device: peak arithmetic, and compiler options that measurements speak for.
+"""What is known of each kind of device: peak arithmetic, memory, interconnect; and compiler options that measurements speak for.
 
-Peaks are dense bf16 FLOP/s per device as JAX counts devices, from the makers' data sheets (never the sparse figure).
+All figures are per device as JAX counts devices, from the makers' data sheets. Peaks are dense bf16 FLOP/s, never the sparse figure.
+Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x} (a chip's interconnect is given there for both directions together; half
+of it is taken here), NVIDIA's data sheets of each GPU (NVLink likewise). A TPU7x chip is two devices, a v3 chip too.
 """
 
+import dataclasses
 import re
 
 import jax
 
-# Whole words of `device_kind`, lower case, as a pattern -> peak dense bf16 FLOP/s. The first match counts.
-PEAK_FLOPS = {
-    "tpu v5 lite$|tpu v5e$": 197e12,
-    "tpu v6 lite$|tpu v6e$": 918e12,
-    "tpu v5p?$": 459e12,
-    "tpu v4$": 275e12,
-    "tpu v3$": 61.5e12,  # one core; a chip has two
-    "g?h200": 989e12,
-    "h100 pcie": 756e12,
-    "h100 nvl": 835e12,
-    "h100": 989e12,
-    "a100": 312e12,
-    "l40s": 362e12,
-    "l4": 121e12,
-    "t4": 65e12,  # fp16
-    "v100-pcie": 112e12,  # fp16
-    "v100": 125e12,  # fp16
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One device: peak dense bf16 FLOP/s, HBM in bytes, HBM and interconnect in bytes/s (all links, one direction); None: not known."""
+
+    peak: float
+    hbm: float | None = None
+    hbm_rate: float | None = None
+    link_rate: float | None = None
+    clock: float | None = None  # cycles/s of a TPU core: peak over the FLOP that its matrix units do in a cycle
+    per_chip: int = 1  # devices that one chip is
+
+
+# Whole words of `device_kind`, lower case, as a pattern -> what is known. The first match counts.
+DEVICES = {
+    "tpu v5 lite$|tpu v5e$": Device(197e12, 16 * GIB, 819e9, 200e9, 1.5e9),
+    "tpu v6 lite$|tpu v6e$": Device(918e12, 32 * GIB, 1638e9, 400e9, 1.75e9),
+    "tpu7x$|tpu v7x$": Device(2307e12 / 2, 96 * GIB, 7380e9 / 2, 600e9 / 2, per_chip=2),
+    "tpu v5p?$": Device(459e12, 95 * GIB, 2765e9, 600e9, 1.75e9),
+    "tpu v4$": Device(275e12, 32 * GIB, 1228e9, 300e9),
+    "tpu v3$": Device(61.5e12, 16 * GIB, 450e9, per_chip=2),
+    "g?h200": Device(989e12, 141e9, 4800e9, 450e9),
+    "h100 pcie": Device(756e12, 80 * GIB, 2000e9),
+    "h100 nvl": Device(835e12, 94 * GIB, 3900e9),
+    "h100": Device(989e12, 80 * GIB, 3350e9, 450e9),
+    "a100": Device(312e12),  # 40 or 80 GB: the kind does not always say
+    "l40s": Device(362e12, 48 * GIB, 864e9),
+    "l4": Device(121e12, 24 * GIB, 300e9),
+    "t4": Device(65e12, 16 * GIB, 300e9),  # fp16
+    "v100-pcie": Device(112e12),  # fp16; 16 or 32 GB
+    "v100": Device(125e12),  # fp16
 }
+
+
+def known(device_kind: str) -> Device | None:
+    """What is known of a `device_kind` as JAX names it, or None (every CPU)."""
+    kind = device_kind.lower()
+    return next((device for name, device in DEVICES.items() if re.search(rf"\b(?:{name})\b", kind)), None)
 
 
 def peak_flops(device) -> float | None:
     """Peak FLOP/s of one device, or None where it is not known (every CPU)."""
-    kind = device.device_kind.lower()
-    return next((peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b(?:{name})\b", kind)), None)
+    found = known(device.device_kind)
+    return found and found.peak
 
 
-def compiler_options() -> dict[str, str]:
-    """Compiler options for the default backend.
+def compiler_options(platform: str | None = None) -> dict[str, str]:
+    """Compiler options for a platform of JAX; for the default backend where none is named.
 
     On CPUs YNNPACK takes single matrix products, in bf16 twice as fast as XLA's own kernels where there is AVX512-bf16. XLA's default,
     which gives it reductions and element-wise chains too, was no different in turns (docs/benchmarks.md).
     """
-    if jax.default_backend() == "cpu":
+    if (platform or jax.default_backend()) == "cpu":
         return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
     return {}

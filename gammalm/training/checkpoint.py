@@ -8,7 +8,10 @@ On disk, below the directory of one run:
     000000150.damaged/          a step that failed its checksums, kept for inspection; never read
 
 A step gets its plain name by one rename, after its checksums are on the disk: killed at any moment, a save leaves the step whole
-or not there. One process at a time may write to a directory; others may read it meanwhile.
+or not there. One run at a time may write to a directory; others may read it meanwhile.
+
+The processes of one run call every method alike, on a directory that all see. Each writes the shards of its devices; process 0 seals,
+names and removes; before use each verifies every file, and what is damaged for one is refused by all.
 """
 
 import errno
@@ -29,6 +32,7 @@ import orbax.checkpoint as ocp
 
 from gammalm.errors import CheckpointError, ConfigError
 from gammalm.files import DISK_FULL, sync_folder
+from gammalm.sharding import processes
 from gammalm.training.integrity import SEAL, inspect, seal
 
 STEP_NAME = re.compile(r"\d{9,}")
@@ -59,7 +63,7 @@ class Checkpointer:
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._say_line = say
-        self._orbax = ocp.StandardCheckpointer()
+        self._orbax = ocp.StandardCheckpointer(async_options=ocp.options.AsyncOptions(timeout_secs=int(processes.BARRIER_SECONDS)))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
 
@@ -72,12 +76,6 @@ class Checkpointer:
         newest complete step; a leaf is no jax.Array; `extra` is no JSON; the disk has no room.
         """
         self.wait()
-        newest = max(self.steps(), default=-1)
-        if step <= newest:
-            raise CheckpointError(
-                f"{self.directory}: step {step} cannot be saved, step {newest} is there already. "
-                "Continue from the newest step (restore_latest), or start a new directory."
-            )
         arrays = _flatten(tree)
         shapes = {path: [str(x.dtype), list(x.shape)] for path, x in arrays.items()}
         try:
@@ -86,22 +84,32 @@ class Checkpointer:
         except (TypeError, ValueError) as e:
             raise CheckpointError(f"step {step}: `extra` must be plain JSON: {e}.") from e
         needed = int(sum(x.nbytes for x in arrays.values()) * 1.02) + 2**20  # with Orbax's metadata
+        processes.on_first("save", lambda: self._make_ready(step, needed))
+        try:
+            self._orbax.save(self._saving(step), arrays)
+        except Exception as e:  # Orbax raises what its layers raise
+            raise self._failure(step, needed, e) from e
+        self._pending = self._pool.submit(self._finish, step, facts, needed)
+
+    def _make_ready(self, step: int, needed: int) -> None:
+        newest = max(self.steps(), default=-1)
+        if step <= newest:
+            raise CheckpointError(
+                f"{self.directory}: step {step} cannot be saved, step {newest} is there already. "
+                "Continue from the newest step (restore_latest), or start a new directory."
+            )
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._sweep()
             self._require_space(step, needed)
-            self._orbax.save(self._saving(step), arrays)
-        except CheckpointError:
-            raise
-        except Exception as e:  # Orbax raises what its layers raise
+        except OSError as e:
             raise self._failure(step, needed, e) from e
-        self._pending = self._pool.submit(self._finish, step, facts, needed)
 
     def _finish(self, step: int, facts: dict[str, Any], needed: int) -> None:
         """The background half: wait for Orbax, seal, give the step its name, rotate. Only the first process touches names."""
         try:
             self._orbax.wait_until_finished()
-            if jax.process_index() != 0:
+            if not processes.leads():
                 return
             seal(self._saving(step), facts)
             if self._folder(step).exists():  # without its seal, or `save` had refused
@@ -109,7 +117,9 @@ class Checkpointer:
             os.rename(self._saving(step), self._folder(step))
             sync_folder(self.directory)
         except Exception as e:
-            raise self._failure(step, needed, e) from e
+            failure = self._failure(step, needed, e)
+            processes.announce(processes.FAULT, str(failure))  # at once: the others would wait for this one's shards
+            raise failure from e
         try:
             for old in self.steps()[: -self.keep]:
                 # Renamed first: a half-deleted step must never look like a damaged one.
@@ -145,11 +155,18 @@ class Checkpointer:
         )
 
     def wait(self) -> None:
-        """Returns when no save is in progress. Raises CheckpointError if the last one failed (once)."""
-        if self._pending is not None:
-            wait_for([self._pending])
-            pending, self._pending = self._pending, None
-            pending.result()
+        """Returns when no save is in progress. Raises CheckpointError if the last one failed (once), on every process."""
+        if self._pending is None:
+            return
+        wait_for([self._pending])
+        pending, self._pending = self._pending, None
+        own = pending.exception()
+        told = processes.exchange("saved", own and str(own))
+        if own:
+            raise own
+        for process, text in enumerate(told):
+            if text:
+                raise CheckpointError(f"{processes.describe(process)}: {text}")
 
     def close(self) -> None:
         """`wait`, then release the threads; the object is of no use afterwards. Raises CheckpointError as `wait` does."""
@@ -163,6 +180,9 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
+        if error is not None and processes.count() > 1:
+            self._pool.shutdown(wait=False)  # the others may be gone, or wait elsewhere: first they must hear of the error
+            return
         try:
             self.close()
         except CheckpointError as e:
@@ -176,6 +196,10 @@ class Checkpointer:
         """Complete steps on disk, ascending; complete means sealed, not yet verified. The save in progress is not among them."""
         return [step for step in self._named_steps() if (self._folder(step) / SEAL).exists()]
 
+    def agreed_steps(self) -> list[int]:
+        """`steps` as process 0 sees them; every process asks alike."""
+        return processes.exchange("steps", self.steps())[0]
+
     def restore_latest(self, abstract_tree: Any) -> tuple[int, Any, dict[str, Any]] | None:
         """(step, tree, extra) of the newest step that passes its checksums, or None where nothing was ever completed.
 
@@ -185,11 +209,11 @@ class Checkpointer:
         """
         self.wait()
         refused: list[tuple[int, list[str]]] = []
-        for step in reversed(self._named_steps()):
-            facts, faults = self._inspect(step)
+        for step in reversed(processes.exchange("steps named", self._named_steps())[0]):
+            facts, faults, there = self._verify(step)
             if not faults:
                 break
-            if self._folder(step).exists():  # else the process that writes has rotated it away meanwhile
+            if there:  # else the run that writes has rotated it away meanwhile
                 refused.append((step, faults))
         else:
             if refused:
@@ -216,9 +240,9 @@ class Checkpointer:
         return self._verified(step, abstract_tree)
 
     def _verified(self, step: int, abstract_tree: Any, *, part: bool = False) -> tuple[Any, dict[str, Any]]:
-        if not self._folder(step).exists():
+        facts, faults, there = self._verify(step)
+        if not there:
             raise CheckpointError(f"{self.directory}: there is no step {step}; complete steps: {self.steps() or 'none'}.")
-        facts, faults = self._inspect(step)
         if faults:
             raise CheckpointError(f"{self._folder(step)} is damaged: {_few(faults)}. Use another step: {self.steps()}.")
         return self._load(step, facts, abstract_tree, part=part), facts["extra"]
@@ -228,11 +252,15 @@ class Checkpointer:
         self.wait()
         return self._verified(step, abstract_tree, part=True)
 
-    def _inspect(self, step: int) -> tuple[dict[str, Any], list[str]]:
+    def _verify(self, step: int) -> tuple[dict[str, Any], list[str], bool]:
+        """(facts, faults that any process finds, whether the folder is there for process 0)."""
         facts, faults = inspect(self._folder(step))
         if not faults and facts["step"] != step:
             faults = [f"it holds step {facts['step']}: the folder was renamed"]
-        return facts, faults
+        told = processes.exchange("verified", [self._folder(step).exists(), faults])
+        if processes.count() > 1:
+            faults = [f"{fault} (for {processes.describe(p)})" for p, (_, theirs) in enumerate(told) for fault in theirs]
+        return facts, faults, told[0][0]
 
     def _load(self, step: int, facts: dict[str, Any], abstract_tree: Any, *, part: bool = False) -> Any:
         wanted, saved = _flatten(abstract_tree, abstract=True), facts["tree"]
@@ -285,7 +313,7 @@ class Checkpointer:
 
     def _sweep(self, *, announce: bool = True) -> None:
         """Removes what killed or failed saves left. Called by a process about to write, with no save of its own in progress."""
-        if jax.process_index() != 0:
+        if not processes.leads():
             return
         for step in self._leftovers("saving") if announce else []:
             self._say(f"step {step}: removing an unfinished save")
@@ -296,7 +324,7 @@ class Checkpointer:
     def _set_aside(self, step: int, faults: list[str]) -> None:
         """Gives a damaged step another name, so that a later save of the same step has its place."""
         self._say(f"step {step} is damaged and not used: {_few(faults)}")
-        if jax.process_index() != 0:
+        if not processes.leads():
             return
         aside = self.directory / f"{step:09d}.damaged"
         number = 1
@@ -306,6 +334,8 @@ class Checkpointer:
         os.rename(self._folder(step), aside)
 
     def _say(self, message: str) -> None:
+        if not processes.leads():
+            return
         self._say_line(f"{self.directory}: {message}")
         log.warning("%s: %s", self.directory, message)
 

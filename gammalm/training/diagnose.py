@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gammalm.sharding.mesh import batch_sharding
 from gammalm.training.step import loss_and_gradients, split_batch
@@ -22,7 +23,8 @@ def first_fault(program, state, batch, config) -> str:
     try:
         with jax.set_mesh(program.mesh):
             batch = jax.device_put(batch, batch_sharding(program.mesh))
-            found = jax.device_get(jax.jit(check)(state["params"], state["buffers"], batch))
+            whole = NamedSharding(program.mesh, PartitionSpec())  # every process reads all of it
+            found = jax.device_get(jax.jit(check, out_shardings=whole)(state["params"], state["buffers"], batch))
     except jax.errors.JaxRuntimeError as error:
         return f"which layer is not known, the check failed ({str(error)[:100]})"
     parameters, (embedded, attended_L, fed_L), loss, gradients = found
@@ -47,7 +49,7 @@ def _finite_by_layer(leaf):
 
 
 def _first_bad_path(tree, dense: int) -> str | None:
-    """The first path that is not finite, with its layer counted over the whole model, whose first `dense` layers are a stack of their own."""
+    """The first path that is not finite, with its layer counted over the whole model; its first `dense` layers are a stack of their own."""
     for keys, finite in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not np.all(finite):
             path = jax.tree_util.keystr(keys, simple=True, separator="/")

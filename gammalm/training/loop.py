@@ -19,11 +19,14 @@ from gammalm.data.loader import Loader
 from gammalm.errors import DataError, TrainingError
 from gammalm.models.flops import training_flops_per_token
 from gammalm.progress import Progress
+from gammalm.sharding import processes
 from gammalm.sharding.devices import peak_flops
 from gammalm.training.checkpoint import Checkpointer
 from gammalm.training.diagnose import first_fault
+from gammalm.training.preemption import Notice, Preempted
 from gammalm.training.program import Programs
 from gammalm.training.step import scalars
+from gammalm.training.watchdog import Watchdog
 from gammalm.training.workdir import Metrics, prepare
 
 BY_LAYER = ("load_entropy", "load_max", "load_min", "dropped", "balance")  # of each mixture layer, where there are any
@@ -72,26 +75,32 @@ class _Lane:
         return step * self.config.batch.sequences * self.config.data.seq_len
 
 
-def train(runs: list[Run], programs: Programs, *, mode: str = "single", cell_devices: int = 1, title: str = "") -> list[Outcome]:
-    """Trains `runs`, which must share a program, to their last step; returns one Outcome each.
+def train(
+    runs: list[Run], programs: Programs, *, mode: str = "single", cell_devices: int = 1, title: str = "", notice: Notice | None = None
+) -> list[Outcome]:
+    """Trains `runs`, which must share a program, to their last step; returns one Outcome each. Every process calls it alike.
 
-    Raises GammalmError for what stops all of them (data, checkpoints, config); a run whose numbers go wrong ends alone.
+    Raises GammalmError for what stops all of them (data, checkpoints, config, another process that is gone); a run whose numbers go wrong
+    ends alone. Raises Preempted, with everything saved, where `notice` was given to stop.
     """
     lanes = [_Lane(run) for run in runs]
     cells = None if mode == "single" else len(lanes)
     how = dict(cells=cells, mode=mode, cell_devices=cell_devices)
     program = programs.get(lanes[0].config, lanes[0].train.token_bytes, **how)
-    for lane in lanes:
-        prepare(lane.run.workdir, lane.config, program.model.specs)
+    processes.on_first("prepare", lambda: [prepare(lane.run.workdir, lane.config, program.model.specs) for lane in lanes])
     try:
         with contextlib.ExitStack() as stack:
             checkpointers = [
                 stack.enter_context(Checkpointer(lane.run.workdir / "checkpoints", keep=lane.config.train.checkpoints_kept))
                 for lane in lanes
             ]
-            return _Group(lanes, program, checkpointers, title).run()
+            watchdog = stack.enter_context(Watchdog(lanes[0].config.train.stall_timeout))
+            return _Group(lanes, program, checkpointers, title, notice, watchdog).run()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
+            lost = processes.lost(error)
+            if lost:
+                raise lost from error
             raise
         raise TrainingError(
             f"{lanes[0].run.name}: the device has too little memory ({' '.join(str(error).split())[:200]}). More batch.micro_batches, "
@@ -102,8 +111,10 @@ def train(runs: list[Run], programs: Programs, *, mode: str = "single", cell_dev
 class _Group:
     """The lanes of one program, step by step."""
 
-    def __init__(self, lanes, program, checkpointers, title):
+    def __init__(self, lanes, program, checkpointers, title, notice, watchdog):
         self.lanes, self.program, self.checkpointers = lanes, program, checkpointers
+        self.notice, self.watchdog = notice, watchdog
+        self.compiled: set[str] = set()
         self.title = title or lanes[0].run.name
         self.config = lanes[0].config
         self.steps = self.config.train.steps
@@ -125,11 +136,13 @@ class _Group:
 
         A lane that is further (it was trained alone before) repeats steps: they come out the same. A step 0 is an imported model.
         """
-        taken = [c.restore_latest(self.program.abstract_state) if max(c.steps(), default=0) else None for c in self.checkpointers]
+        taken = [c.restore_latest(self.program.abstract_state) if max(c.agreed_steps(), default=0) else None for c in self.checkpointers]
         newest = min((restored[0] if restored else 0) for restored in taken)
-        common = max(set.intersection(*(set(c.steps()) for c in self.checkpointers)) & set(range(newest + 1)), default=0)
+        there = [c.agreed_steps() for c in self.checkpointers]
+        common = max(set.intersection(*map(set, there)) & set(range(newest + 1)), default=0)
+        self.saved = [max(steps, default=-1) for steps in there]
         states, seconds = [], 0.0
-        for lane, checkpointer, restored in zip(self.lanes, self.checkpointers, taken, strict=True):
+        for lane, checkpointer, steps, restored in zip(self.lanes, self.checkpointers, there, taken, strict=True):
             if common:
                 step, state, extra = restored
                 if step != common:
@@ -138,7 +151,7 @@ class _Group:
                 lane.error = extra["error"]
             else:
                 state, extra = self.program.init(lane.config), {"tokenizer": None}
-                if 0 in checkpointer.steps():
+                if 0 in steps:
                     weights = {name: self.program.abstract_state[name] for name in ("params", "buffers")}
                     weights, extra = checkpointer.restore_part(0, weights)
                     state |= weights
@@ -154,10 +167,7 @@ class _Group:
         try:
             if self.start < self.steps:
                 self._train()
-            for lane, metrics in zip(self.lanes, self.metrics, strict=True):
-                if not lane.error and not _validation_at(metrics.rows(), self.steps):
-                    self._validate(self.steps)  # validates every lane that still lacks it
-                    break
+            self._validate(self.steps)
             return [self._outcome(i) for i in range(len(self.lanes))]
         finally:
             for metrics in self.metrics:
@@ -166,12 +176,20 @@ class _Group:
     def _train(self) -> None:
         c = self.config.train
         tokens = self.lanes[0].tokens(1) * len(self.lanes)
-        self.progress = Progress(self.title, self.steps, "steps", done=self.start)
-        loaders = [Loader(lane.train, self.start) for lane in self.lanes]
+        self.progress = Progress(self.title, self.steps, "steps", done=self.start, quiet=not processes.leads())
+        size = self.config.batch.sequences
+        loaders = [Loader(lane.train, self.start, self.program.rows(size)) for lane in self.lanes]
         pending = None
         try:
+            if self.start and c.validate_every and self.start % c.validate_every == 0:
+                self._validate(self.start)  # where the run ended between saving and validating
             for step in range(self.start, self.steps):
-                batch = self.program.put([next(loader)[1] for loader in loaders])
+                if self._told_to_stop():
+                    if pending is not None:
+                        self._read(*pending, loaders, tokens)
+                    self._stop(step)
+                batch = self.program.put([next(loader)[1] for loader in loaders], size)
+                self._compiles_once("step")
                 self.state, metrics = self.program.step(self.state, batch, self.scalars)
                 if pending is not None:
                     self._read(*pending, loaders, tokens)
@@ -181,6 +199,9 @@ class _Group:
                     pending = None
                     self._save(step + 1)
                 if c.validate_every and (step + 1) % c.validate_every == 0:
+                    if pending is not None:
+                        self._read(*pending, loaders, tokens)
+                        pending = None
                     self._validate(step + 1)
                 if all(lane.error for lane in self.lanes):
                     break
@@ -200,6 +221,7 @@ class _Group:
         alive = [i for i, lane in enumerate(self.lanes) if not lane.error]
         self.shown = float(np.mean(values["loss"][alive])) if alive else math.nan
         now = time.monotonic()
+        self.watchdog.beat(f"step {step} of {self.title}")
         if step % self.config.train.log_every and step != self.steps:
             self.progress.advance(1, self._note())
             return
@@ -238,22 +260,45 @@ class _Group:
 
     def _save(self, step: int) -> None:
         for i, checkpointer in enumerate(self.checkpointers):
-            if step > max(checkpointer.steps(), default=-1):
+            if step > self.saved[i]:
+                self.saved[i] = step
                 extra = {"seconds": self._seconds(), "error": self.lanes[i].error, "tokenizer": self.lanes[i].train.tokenizer_sha256}
                 checkpointer.save(step, self.program.pick(self.state, i), extra)
+
+    def _compiles_once(self, what: str) -> None:
+        """Compiling may take longer than any stall."""
+        if what not in self.compiled:
+            self.compiled.add(what)
+            self.watchdog.rest()
+
+    def _told_to_stop(self) -> bool:
+        return self.notice is not None and self.notice.due()
+
+    def _stop(self, step: int) -> None:
+        """Saves `step`, the number of steps done, and ends."""
+        if step > self.start:
+            self._save(step)
+        for checkpointer in self.checkpointers:
+            checkpointer.wait()
+        raise Preempted(f"{self.title}: told to stop; saved after step {step} of {self.steps}. The same command again goes on.")
 
     def _seconds(self) -> float:
         """Wall-clock seconds of each lane: lanes that trained together share theirs."""
         return round(self.seconds + (time.monotonic() - self.began) / len(self.lanes), 2)
 
     def _validate(self, step: int) -> None:
-        """One row per lane: token-weighted loss over the whole validation split, by domain and over all."""
+        """One row per lane that lacks it: token-weighted loss over the whole validation split, by domain and over all."""
         limit = self.config.train.validation_batches
         split = self.lanes[0].validation
         tables: list[dict] = [{} for _ in self.lanes]
         batches = {domain: min(split.validation_batches(domain), limit or 10**9) for domain in split.domains}
         batches = {domain: count for domain, count in batches.items() if count}  # a single token has no context: nothing to predict
-        progress = Progress("validation", sum(batches.values()), "batches")
+        if not any(_lacks(lane, metrics, step) for lane, metrics in zip(self.lanes, self.metrics, strict=True)):
+            return
+        self._compiles_once("validation")
+        progress = Progress("validation", sum(batches.values()), "batches", quiet=not processes.leads())
+        size = self.config.batch.sequences // self.config.batch.micro_batches
+        rows = self.program.rows(size)
         for domain, count in batches.items():
             sums = [dict.fromkeys(("nats", "tokens", "bytes"), 0.0) for _ in self.lanes]
             pending = None  # read a batch late, as in training
@@ -262,10 +307,13 @@ class _Group:
                 for name, values in jax.device_get(found).items():
                     for total, value in zip(sums, np.atleast_1d(values), strict=True):
                         total[name] += float(value)
+                self.watchdog.beat(f"a batch of {domain}, validation at step {step} of {self.title}")
                 progress.advance(1, domain)
 
-            for batch in itertools.islice(split.validation(domain), count):
-                batch = self.program.put([batch] * len(self.lanes))
+            for batch in itertools.islice(split.validation(domain, rows), count):
+                if self._told_to_stop():
+                    self._stop(step)
+                batch = self.program.put([batch] * len(self.lanes), size)
                 found = self.program.validate(self.state, batch, self.scalars["norm_eps"])
                 if pending is not None:
                     read(pending)
@@ -274,7 +322,7 @@ class _Group:
             for i, total in enumerate(sums):
                 tables[i][domain] = total
         for lane, metrics, table in zip(self.lanes, self.metrics, tables, strict=True):
-            if lane.error or _validation_at(metrics.rows(), step):
+            if not _lacks(lane, metrics, step):
                 continue
             whole = {name: sum(row[name] for row in table.values()) for name in ("nats", "tokens", "bytes")}
             rows = {domain: {**_losses(row), "tokens": int(row["tokens"])} for domain, row in table.items()}
@@ -298,6 +346,11 @@ def _losses(total: dict) -> dict:
         "loss": total["nats"] / max(total["tokens"], 1),
         "bits_per_byte": total["nats"] / math.log(2) / max(total["bytes"], 1),
     }
+
+
+def _lacks(lane, metrics, step: int) -> bool:
+    """Whether a lane is to be validated at `step`."""
+    return not lane.error and not _validation_at(metrics.rows(), step)
 
 
 def _validation_at(rows: list[dict], step: int) -> dict | None:

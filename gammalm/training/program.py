@@ -21,7 +21,8 @@ from gammalm.training.step import SCALARS, init_state, make_step, make_validatio
 
 MODES = ("single", "map", "vmap")  # one run after another | one program that walks over its cells | one that batches them
 
-FREE = ("seed", "train.checkpoints_kept", *SCALARS)  # besides init.*: what may differ between runs that train side by side
+# Besides init.*: what may differ between runs that train side by side.
+FREE = ("seed", "train.checkpoints_kept", "train.stall_timeout", *SCALARS)
 
 
 def signature(config) -> str:
@@ -55,12 +56,12 @@ class Program:
         state = one if cells is None else jax.tree.map(lambda s: NamedSharding(self.mesh, PartitionSpec("cell", *s.spec)), one)
 
         step = make_step(self.model, config)
-        validate = make_validation(self.model, jnp.asarray(token_bytes))
+        validate = make_validation(self.model, token_bytes)
         if cells is not None:
             step, validate = (over_cells(f, mode, self.mesh) for f in (step, validate))
-        jit = functools.partial(jax.jit, compiler_options=compiler_options())
+        jit = functools.partial(jax.jit, compiler_options=compiler_options(self.mesh.devices.flat[0].platform))
         replicated = (state, self.batch_sharding, self.scalar_sharding)
-        self._step = jit(step, in_shardings=replicated, out_shardings=(state, self.scalar_sharding), donate_argnums=0)
+        self._step = jit(step, in_shardings=replicated, out_shardings=(state, single), donate_argnums=0)
         given = (state["params"], state["buffers"], self.batch_sharding, self.scalar_sharding)
         self._validate = jit(validate, in_shardings=given, out_shardings=single)
         self._stack = jax.jit(lambda states: jax.tree.map(lambda *a: jnp.stack(a), *states), out_shardings=state)
@@ -90,10 +91,34 @@ class Program:
         with jax.set_mesh(self.mesh):
             return self._pick(state, cell)
 
-    def put(self, batches: list[dict]):
-        """The cells' host batches as one device batch."""
+    def rows(self, size: int) -> np.ndarray | None:
+        """Of a global batch of `size` rows those that this process's devices need, ascending; None: all of them."""
+        if jax.process_count() == 1:
+            return None
+        shape = (size,) if self.cells is None else (self.cells, size)
+        indices = self.batch_sharding.addressable_devices_indices_map(shape).values()
+        return np.unique(np.concatenate([np.arange(size)[where[-1]] for where in indices]))
+
+    def put(self, batches: list[dict], size: int | None = None):
+        """The cells' host batches as one device batch; with `size`, each holds only `rows(size)` of that many rows."""
         batch = batches[0] if self.cells is None else jax.tree.map(lambda *a: np.stack(a), *batches)
-        return jax.device_put(batch, self.batch_sharding)
+        rows = self.rows(size) if size else None
+        if rows is None:
+            return jax.device_put(batch, self.batch_sharding)
+        axis = 0 if self.cells is None else 1
+
+        def place(local):
+            """The global array of which `local` holds the rows `rows`."""
+
+            def shard(where):
+                low, high, _ = where[axis].indices(size)
+                here = slice(*np.searchsorted(rows, (low, high)))  # rows are ascending, and a shard's are side by side
+                return local[(*where[:axis], here, *where[axis + 1 :])]
+
+            shape = (*local.shape[:axis], size, *local.shape[axis + 1 :])
+            return jax.make_array_from_callback(shape, self.batch_sharding, shard)
+
+        return jax.tree.map(place, batch)
 
     def scalars(self, each: list[dict]):
         """The cells' scalars as one tree."""
@@ -103,6 +128,15 @@ class Program:
         """One optimizer step of every cell; `state` is given away. Returns (state, metrics)."""
         with jax.set_mesh(self.mesh):
             return self._step(state, batch, scalars)
+
+    def trace(self):
+        """The step of a single run, traced for the shapes of its config (jax.stages.Traced): devices may be absent, no array is made."""
+        shape = (self.config.batch.sequences, self.config.data.seq_len + 1)
+        names = ("tokens", "segments") if self.config.data.packing == "documents" else ("tokens",)
+        batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding) for name in names}
+        scalars = {name.rsplit(".")[-1]: jax.ShapeDtypeStruct((), jnp.float32, sharding=self.scalar_sharding) for name in SCALARS}
+        with jax.set_mesh(self.mesh):
+            return self._step.trace(self.abstract_state, batch, scalars)
 
     def validate(self, state, batch, norm_eps):
         """Sums over one validation batch, see `make_validation`."""

@@ -186,7 +186,7 @@ def make_validation(model, token_bytes):
         return {
             "nats": jnp.sum(losses * weights),
             "tokens": jnp.sum(weights),
-            "bytes": jnp.sum(token_bytes[targets] * weights),
+            "bytes": jnp.sum(jnp.asarray(token_bytes)[targets] * weights),
         }
 
     return validate

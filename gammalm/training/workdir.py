@@ -18,13 +18,15 @@ from gammalm.errors import ConfigError
 from gammalm.files import append_jsonl, read_jsonl, write_json_atomic, write_text_atomic
 from gammalm.initializers import init_table
 from gammalm.quiet_tf import import_tensorflow
+from gammalm.sharding import processes
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 # Leaves that may change when a run goes on: they decide what is said and kept, not what is computed.
 MAY_CHANGE = (
-    "data.path", "train.log_every", "train.validate_every", "train.checkpoint_every", "train.checkpoints_kept",
-    "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.tensor", "model.moe.backend",
+    "data.path", "train.log_every", "train.validate_every", "train.checkpoint_every", "train.checkpoints_kept", "train.stall_timeout",
+    "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", "mesh.tensor", "mesh.dcn_data", "mesh.dcn_fsdp",
+    "model.attention_kernel", "model.moe.backend",
 )  # fmt: skip
 
 
@@ -34,7 +36,8 @@ def versions() -> dict[str, str]:
     found = {"gammalm": gammalm.__version__, "commit": _commit(), "python": platform.python_version()}
     found |= {name: importlib.metadata.version(name) for name in PACKAGES}
     device = jax.devices()[0]
-    return found | {"platform": device.platform, "device": device.device_kind, "devices": str(jax.device_count())}
+    found |= {"platform": device.platform, "device": device.device_kind, "devices": str(jax.device_count())}
+    return found | ({"processes": str(jax.process_count())} if jax.process_count() > 1 else {})
 
 
 def _commit() -> str:
@@ -78,22 +81,31 @@ def _imported(workdir: Path) -> bool:
 
 
 class Metrics:
-    """metrics.jsonl and TensorBoard of one run. Rows past `step`, which a killed run left, are dropped: those steps run again."""
+    """metrics.jsonl and TensorBoard of one run. Rows past `step`, which a killed run left, are dropped: those steps run again.
+
+    Process 0 alone writes; the others keep the same rows in memory, so that all decide alike by what is there. Made by all at once.
+    """
 
     def __init__(self, workdir: Path, step: int):
+        self._file, self._versions = workdir / "metrics.jsonl", workdir / "versions.json"
+        rows = read_jsonl(self._file)
+        self._kept = [row for row in rows if row["step"] <= step]
+        processes.exchange("metrics read")
+        self._board = None
+        if not processes.leads():
+            return
+        if len(self._kept) < len(rows):
+            write_text_atomic(self._file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self._kept))
         import_tensorflow()
         from clu import metric_writers
 
-        self._file, self._versions = workdir / "metrics.jsonl", workdir / "versions.json"
-        rows = read_jsonl(self._file)
-        kept = [row for row in rows if row["step"] <= step]
-        if len(kept) < len(rows):
-            write_text_atomic(self._file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
         # In a thread of its own: the first scalar makes TensorFlow import much of itself.
         self._board = metric_writers.AsyncWriter(metric_writers.SummaryWriter(str(workdir / "tensorboard")))
 
     def record_versions(self, step: int) -> None:
         """versions.json says what a run began with; where it goes on with others, a row "resumed" says so."""
+        if not processes.leads():
+            return
         if step == 0 or not self._versions.exists():
             write_json_atomic(self._versions, versions())
         elif json.loads(self._versions.read_text(encoding="utf-8")) != versions():
@@ -101,7 +113,11 @@ class Metrics:
 
     def write(self, kind: str, step: int, values: dict) -> None:
         """Adds one row; numbers go to TensorBoard as `kind/name` too."""
-        append_jsonl(self._file, {"kind": kind, "step": step, **values})
+        row = {"kind": kind, "step": step, **values}
+        if self._board is None:
+            self._kept.append(row)
+            return
+        append_jsonl(self._file, row)
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         by_layer = {name: value for name, value in values.items() if isinstance(value, list)}
         numbers |= {f"{kind}/{name}/{layer}": x for name, value in by_layer.items() for layer, x in enumerate(value)}
@@ -109,7 +125,8 @@ class Metrics:
         self._board.write_scalars(step, numbers)
 
     def rows(self) -> list[dict]:
-        return read_jsonl(self._file)
+        return self._kept if self._board is None else read_jsonl(self._file)
 
     def close(self) -> None:
-        self._board.close()
+        if self._board is not None:
+            self._board.close()

@@ -229,6 +229,7 @@ def test_a_damaged_saved_config(tmp_path, text):
         ({"optimizer.warmup_steps": 9, "train.steps": 10, "optimizer.schedule": "wsd"}, "overlap"),
         ({"batch.sequences": 6, "batch.micro_batches": 4}, "batch.sequences=6 is no multiple of batch.micro_batches=4"),
         ({"model.n_heads": 6, "model.n_kv_heads": 4}, "model.n_heads=6 is no multiple of model.n_kv_heads=4"),
+        ({"data.seq_len": 130, "mesh.context": 4}, "data.seq_len=130 is no multiple of mesh.context=4"),
         ({"model.head_dim": 33}, "model.head_dim=33 must be an even"),
         ({"model.n_layers": 0}, "model.n_layers=0 must be"),
         ({"model.n_layers": True}, "model.n_layers=True must be"),

@@ -25,9 +25,10 @@ MAY_IMPORT = {
     "training": {"initializers", "models", "data", "sharding"},
     "analysis": {"initializers", "models", "theory"},
     "evaluation": {"initializers", "models", "data"},
+    "plan": {"initializers", "models", "sharding", "data", "training"},
     "interop": {"initializers", "models"},
     "experiments": BELOW_EXPERIMENTS,
-    "cli": BELOW_EXPERIMENTS | {"experiments", "interop"},
+    "cli": BELOW_EXPERIMENTS | {"experiments", "interop", "plan"},
 }
 
 

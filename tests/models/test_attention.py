@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gammalm.models import attention as module
-from gammalm.models.attention import block_bounds, causal_attention
+from gammalm.models import blockwise as module
+from gammalm.models.blockwise import block_bounds, causal_attention
 
 from . import reference
 

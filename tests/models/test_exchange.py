@@ -25,8 +25,9 @@ LIES = {
 
 
 def make_mesh(data, fsdp, expert, tensor, cell=1):
-    shape = (cell, data, fsdp, expert, tensor)
-    return Mesh(np.asarray(jax.devices()).reshape(shape), ("cell", "data", "fsdp", "expert", "tensor"), axis_types=(AxisType.Auto,) * 5)
+    shape = (cell, data, fsdp, expert, 1, tensor)
+    names = ("cell", "data", "fsdp", "expert", "context", "tensor")
+    return Mesh(np.asarray(jax.devices()).reshape(shape), names, axis_types=(AxisType.Auto,) * 6)
 
 
 def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):

@@ -4,6 +4,8 @@ For each leaf another value, and what shows it: the program of a training step, 
 scalars, what is asked of the data, or what a run leaves behind. A leaf without an entry fails the last test.
 """
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from gammalm.config import apply_overrides, leaves, load_config
 from gammalm.initializers import init_params
 from gammalm.models.decoder import Model
+from gammalm.sharding.mesh import arrange, between_slices, mesh_shape
 from gammalm.training import loop
 from gammalm.training.program import Program, Programs
 from gammalm.training.step import init_state, make_step, scalars
@@ -50,6 +53,14 @@ def placed(c):
     return str([leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(p.abstract_state)] + [p.mesh.shape])
 
 
+def arranged(c):
+    """Numbers of eight devices on the mesh, which lie in two slices turn about."""
+    devices = [SimpleNamespace(id=i, slice_index=i % 2, process_index=0, platform="cpu", device_kind="cpu") for i in range(8)]
+    sizes = c.mesh.to_dict()
+    shape = mesh_shape(sizes, len(devices))
+    return str(np.vectorize(lambda device: device.id)(arrange(shape, between_slices(sizes, shape), devices)).tolist())
+
+
 def traced_scalars(c):
     return str(scalars(c))
 
@@ -67,7 +78,7 @@ class Split:
     def batch(self, step, rows=None):
         return {"tokens": np.random.default_rng(step).integers(0, 32, self.shape).astype(np.int32)}
 
-    def validation(self, domain):
+    def validation(self, domain, rows=None):
         for step in range(3):
             yield self.batch(step) | {"weights": np.ones((self.shape[0], self.shape[1] - 1), np.float32)}
 
@@ -111,6 +122,21 @@ def left_behind(monkeypatch, tmp_path, programs):
     return run
 
 
+@pytest.fixture
+def watched(monkeypatch, left_behind):
+    """Config -> the seconds that the watchdog of a run is told."""
+
+    def run(c):
+        told = []
+        real = loop.Watchdog
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "Watchdog", lambda seconds: told.append(seconds) or real(seconds))
+            left_behind(c)
+        return told
+
+    return run
+
+
 # Leaf -> (other value, changes under which it is read at all, what shows it).
 WIRED = {
     "seed": (1, (), drawn),
@@ -129,6 +155,7 @@ WIRED = {
     "model.logit_softcap": (30.0, (), step_program),
     "model.dtype": ("bfloat16", (), step_program),
     "model.residual_dtype": ("float32", (), step_program),
+    "model.attention_kernel": ("splash", (), step_program),
     "model.remat": ("full", (), step_program),
     "model.scan_unroll": (2, (), step_program),
     "model.loss_chunk": (64, (), step_program),
@@ -161,10 +188,14 @@ WIRED = {
     "train.validation_batches": (2, (), "left_behind"),
     "train.checkpoint_every": (2, [("train.checkpoints_kept", 9)], "left_behind"),
     "train.checkpoints_kept": (1, (), "left_behind"),
+    "train.stall_timeout": (7.0, (), "watched"),
     "mesh.data": (1, [("mesh.data", 2), ("mesh.tensor", -1), ("model.n_heads", 8), ("model.n_kv_heads", 8)], placed),
     "mesh.fsdp": (2, (), placed),
     "mesh.expert": (2, (), placed),
+    "mesh.context": (2, (), placed),
     "mesh.tensor": (2, (), placed),
+    "mesh.dcn_data": (2, (), arranged),
+    "mesh.dcn_fsdp": (2, [("mesh.data", 1), ("mesh.fsdp", 8)], arranged),
 }
 # The kind of a layer decides which leaves there are, so it is chosen with the config and not by an override.
 CHOSEN = {"model.attention": "attention=mla", "model.ffn": "size=tiny-moe"}

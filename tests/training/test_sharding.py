@@ -13,22 +13,25 @@ import pytest
 from gammalm.config import apply_overrides
 from gammalm.errors import ConfigError
 from gammalm.models.decoder import Model
-from gammalm.models.parts import shard_rows
+from gammalm.models.parts import shard_tokens
 from gammalm.sharding.mesh import batch_sharding, make_mesh, parameter_shardings
 from gammalm.training.program import Program
 from gammalm.training.step import init_state, scalars
 
 from ..models.reference import small_config
 
-MESHES = {"one device": (1, 1, 1), "data": (8, 1, 1), "fsdp": (1, 8, 1), "all": (2, 2, 2)}
+MESHES = {
+    "one device": (1, 1, 1), "data": (8, 1, 1), "fsdp": (1, 8, 1), "all": (2, 2, 2), "context": (2, 1, 1, 4), "all but data": (1, 2, 2, 2),
+}  # fmt: skip
 B, T, D, V, STEPS = 8, 12, 16, 50, 5
 TOKEN_BYTES = np.arange(V, dtype=np.int32)
 
 
-def config(data, fsdp, tensor):
+def config(data, fsdp, tensor, context=1):
     return small_config(
         d_model=D, d_ff=24, gate="elementwise", loss_chunk=8, batch__sequences=B, data__packing="documents", optimizer__warmup_steps=0,
         optimizer__learning_rate=0.02, mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor,
+        mesh__context=context,
     )  # fmt: skip
 
 
@@ -74,7 +77,7 @@ def ran():
     return run
 
 
-@pytest.mark.parametrize("name", [name for name in MESHES if name != "one device"])
+@pytest.mark.parametrize("name", ["data", "fsdp", "all", "context", pytest.param("all but data", marks=pytest.mark.full)])
 def test_losses_equal_those_of_one_device(ran, name):
     one, many = ran("one device").metrics, ran(name).metrics
     np.testing.assert_allclose([m["loss"] for m in many], [m["loss"] for m in one], atol=1e-5)
@@ -123,7 +126,7 @@ def test_looking_tokens_up_moves_the_table_and_no_activations(name):
     tokens = jax.ShapeDtypeStruct((rows, length), np.int32)
 
     def start(params, tokens):
-        return jnp.square(shard_rows(model.bind(params).embed_tokens(tokens))).sum()
+        return jnp.square(shard_tokens(model.bind(params).embed_tokens(tokens))).sum()
 
     with jax.set_mesh(mesh):
         slope = jax.jit(jax.grad(start), in_shardings=(places, batch_sharding(mesh)), out_shardings=places)
@@ -145,6 +148,29 @@ def test_the_head_gradient_is_summed_over_devices_once(ran, name):
     assert outside and not inside
 
 
+@pytest.mark.parametrize("name", ["all", "context"])
+def test_validation_equals_that_of_one_device(ran, name):
+    fed = batch(7)
+    fed["weights"] = np.random.default_rng(8).uniform(size=(B, T)).astype(np.float32)
+
+    def sums(on, state):
+        p = ran(on).program
+        state = jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), jax.device_get(state), p.abstract_state)
+        return jax.device_get(p.validate(state, p.put([fed]), np.float32(1e-6)))
+
+    state = ran("one device").state
+    one, many = sums("one device", state), sums(name, state)
+    assert one["nats"] > 100 and one.keys() == many.keys()
+    for measure in one:
+        np.testing.assert_allclose(many[measure], one[measure], rtol=1e-6)
+
+
+def test_context_moves_keys_and_values_alone(ran):
+    """[4, 12, 2, 6] is what a device gathers of a sequence that lies on four: never the stream [.., .., D], queries or logits."""
+    gathers = [line for line in ran("context").step.as_text().splitlines() if re.search(r" all-gather(-start)?\(", line)]
+    assert {shape for line in gathers for shape in collective_shapes(line)} == {(B // 2, T, 2, 6)}
+
+
 def test_batches_and_models_that_do_not_fit_are_refused():
     odd = config(8, 1, 1)
     odd.batch.sequences = 6
@@ -156,17 +182,21 @@ def test_batches_and_models_that_do_not_fit_are_refused():
         Program(odd, TOKEN_BYTES)
 
 
-MIXTURE_MESHES = {"data": (4, 1, 1, 1), "expert": (1, 1, 4, 1), "fsdp, expert": (1, 2, 2, 1), "expert, tensor": (2, 1, 2, 2)}
+MIXTURE_MESHES = {
+    "data": (4, 1, 1, 1), "expert": (1, 1, 4, 1), "fsdp, expert": (1, 2, 2, 1), "expert, tensor": (2, 1, 2, 2), "context": (2, 1, 1, 1, 4),
+    "expert, context": (1, 2, 2, 1, 2),
+}  # fmt: skip
 
 
 def mixture(sizes, micro_batches=1):
-    data, fsdp, expert, tensor = sizes
+    data, fsdp, expert, tensor, *context = sizes
     return small_config(
         attention="mla", ffn="moe", gate="headwise", d_model=D, n_layers=3, remat="full", loss_chunk=8, model__moe__first_k_dense=1,
         model__moe__n_experts=8, model__moe__balance_loss=0.5, model__moe__bias_rate=0.05, batch__sequences=B,
         batch__micro_batches=micro_batches, data__packing="documents", optimizer__warmup_steps=0, optimizer__learning_rate=0.02,
         optimizer__eps=1e-3,  # Adam would turn the rounding of gradients near zero into whole steps
         mesh__data=data, mesh__fsdp=fsdp, mesh__expert=expert, mesh__tensor=tensor,
+        mesh__context=context[0] if context else 1,
     )  # fmt: skip
 
 
@@ -190,7 +220,9 @@ def dense_mixture():
 
 
 @pytest.mark.parametrize(
-    "name, micro_batches", [("data", 1), ("expert", 1), ("expert", 2), ("fsdp, expert", 1), ("expert, tensor", 1)]
+    "name, micro_batches",
+    [("data", 1), ("expert", 1), ("expert", 2), ("fsdp, expert", 1), ("expert, tensor", 1), ("context", 1),
+     pytest.param("expert, context", 2, marks=pytest.mark.full)],
 )
 def test_mixtures_equal_the_one_device_reference(dense_mixture, name, micro_batches):
     """Loss, gradient norm, balance loss, loads, bias and parameters, with remat, under micro-batches too."""

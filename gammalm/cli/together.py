@@ -1,0 +1,49 @@
+"""What `train` and `grid` share as long work: several processes, a notice to stop, programs compiled once for all runs on a machine."""
+
+import argparse
+import contextlib
+import hashlib
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """Options by which processes find each other (docs/hosts.md)."""
+    group = parser.add_argument_group("several processes (docs/hosts.md; Slurm and Open MPI need none of these)")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0; auto: as JAX finds it (TPU VMs); none: one process")
+    group.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    group.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
+
+
+@contextlib.contextmanager
+def together(args: argparse.Namespace) -> Iterator:
+    """Joins the other processes, if any, and gives the notice to stop (preemption.Notice) to ask during the block."""
+    keep_compiled()
+    from gammalm.sharding.processes import joined
+    from gammalm.training.preemption import Notice
+
+    with Notice() as notice, joined(args.coordinator, args.processes, args.process_id):
+        yield notice
+
+
+def keep_compiled() -> None:
+    """Compiled programs stay in $GAMMALM_CACHE or ~/.cache/gammalm, unless JAX_COMPILATION_CACHE_DIR names another."""
+    import jax
+
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(compiled_folder()))
+
+
+def compiled_folder() -> Path:
+    """Below the user's cache folder, by kind of CPU: machines may share a home, and a program for one CPU may not run on another."""
+    from gammalm.data.fetch import cache_folder
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        features = next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        features = platform.processor()
+    kind = hashlib.blake2b(features.encode(), digest_size=4).hexdigest()
+    return cache_folder() / "jax" / f"{platform.machine()}-{kind}"

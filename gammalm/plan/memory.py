@@ -1,0 +1,59 @@
+"""Bytes of a training step on one device, by kind: what its config alone says.
+
+The state is exact: shapes and shardings of the program. Activations are a model of what the step keeps at its peak, without fragmentation
+and padding; where a compiler can be asked, its own figure takes their place.
+Shape legend: gammalm/models/parts.py; N tokens of one micro-batch on one device.
+"""
+
+import math
+
+from gammalm.models.kernels import choose_attention, document_mask_bytes, head_sizes
+from gammalm.trees import flat
+
+
+def state(model, shardings, buffers: int) -> dict[str, int]:
+    """Bytes of one device: fp32 parameters, Adam's two moments, gradients as large as the parameters, and `buffers` with the counters.
+
+    `shardings`: nested as `parameter_shardings` gives them.
+    """
+    shards = flat(shardings)
+    parameters = sum(4 * math.prod(shards[path].shard_shape(spec.shape)) for path, spec in model.specs.items())
+    counters = 4 + 4 + 1  # step, Adam's count, halted
+    return {"parameters": parameters, "optimizer": 2 * parameters, "buffers": buffers + counters, "gradients": parameters}
+
+
+def whole_layer(specs, pieces: int) -> int:
+    """fp32 bytes of one layer's parameters, gathered over fsdp; `pieces` devices still share them (tensor, expert)."""
+    stacked = [spec for path, spec in specs.items() if path.startswith("layers/")]
+    return sum(4 * math.prod(spec.shape[1:]) for spec in stacked) // pieces
+
+
+def activations(config, specs, mesh_shape: dict[str, int], platform: str) -> dict[str, int]:
+    """Bytes of one device at the step's peak, by what holds them: layer inputs, one layer's own, the loss, gathered weights, masks."""
+    c, T = config.model, config.data.seq_len
+    size = 4 if c.dtype == "float32" else 2
+    context, tensor = mesh_shape["context"], mesh_shape["tensor"]
+    rows = config.batch.sequences // config.batch.micro_batches // math.prod(mesh_shape[a] for a in ("data", "fsdp", "expert"))
+    N = rows * T // context
+    stream = N * c.d_model * (4 if c.residual_dtype == "float32" else 2)
+    qk, value = head_sizes(c)
+    heads = c.n_heads * (2 * qk + 2 * value) + (c.n_heads * value if c.gate == "elementwise" else 0)
+    if c.ffn == "moe":
+        width = 3 * (c.moe.top_k + c.moe.n_shared) * c.moe.d_expert
+    else:
+        width = 3 * c.d_ff
+    products = N * (heads + width) // tensor * size  # what the matrix products of a layer give out
+    inner = products + 4 * N * c.d_model * size  # with normed inputs and branch outputs
+    kept = {"none": inner, "dots": products, "full": 0}[c.remat]
+    chunk = min(N, c.loss_chunk or N)
+    kernel = choose_attention(c.attention_kernel, platform, c.dtype, head_sizes(c), T, context)
+    mask = document_mask_bytes(kernel, rows, T // context, T, c.dtype) if config.data.packing == "documents" else 0
+    scores = 0 if kernel != "blockwise" else 2 * rows * c.n_heads // tensor * max(128, T // 16) * T * 4
+    head = c.vocab_size // tensor * c.d_model
+    return {
+        "layer inputs": c.n_layers * (stream + kept),
+        "one layer": 2 * inner + scores,
+        "loss": 2 * chunk * c.vocab_size // tensor * 4 + head * (4 + size),
+        "gathered weights": 0 if mesh_shape["fsdp"] == 1 else 2 * whole_layer(specs, tensor * mesh_shape["expert"]),
+        "document mask": mask,
+    }
