@@ -195,6 +195,27 @@ def test_every_config_is_valid_in_every_size(name, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
+@pytest.mark.parametrize("leaf, kind, needed", [("attention", "mla", "mla.kv_rank"), ("ffn", "moe", "moe.top_k")])
+def test_a_kind_is_chosen_with_the_config(leaf, kind, needed):
+    config = load_config("lm:size=tiny", [(f"model.{leaf}", kind)])
+    with pytest.raises(ConfigError, match=rf"(?s)model.{leaf}='{kind}' needs .*model.{needed}.*not as an override"):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"top_k": 17}, "top_k=17 is more than model.moe.n_experts=16"),
+        ({"first_k_dense": 2}, "first_k_dense=2 leaves none of model.n_layers=2"),
+        ({"score": "tanh"}, "one of sigmoid, softmax"),
+        ({"d_expert": 0, "bias_rate": -1.0}, "(?s)d_expert=0 must be.*bias_rate=-1.0 must be"),
+    ],
+)
+def test_mixtures_that_cannot_be(changes, told):
+    with pytest.raises(ConfigError, match=told):
+        validate(load_config("lm:size=tiny-moe", [(f"model.moe.{name}", value) for name, value in changes.items()]))
+
+
 @pytest.mark.parametrize("name", [name for name in available() if name.startswith("grids/")])
 def test_every_grid_has_valid_cells(name):
     cells = call(name, "get_grid").cells
