@@ -133,6 +133,17 @@ def _read(config: ConfigDict, name: str) -> Any:
     return node
 
 
+def leaves(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """Every leaf by its dotted name, in the order of the config: `{'seed': 0, 'model.d_model': 64, ...}`."""
+    found = {}
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            found |= leaves(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
 def _has(config: ConfigDict, name: str) -> bool:
     try:
         _read(config, name)
@@ -195,6 +206,10 @@ def validate(config: ConfigDict) -> ConfigDict:
             )
         else:
             found += _alone(config, rules)
+    known = set(RULES).union(*(rules for (leaf, kind), rules in KINDS.items() if not found and _read(config, leaf) == kind))
+    if not found and (idle := [name for name in leaves(config) if name not in known]):
+        kinds = ", ".join(f"{leaf}={_read(config, leaf)!r}" for leaf in dict.fromkeys(leaf for leaf, _ in KINDS))
+        found.append(f"{', '.join(idle)}: nothing reads this under {kinds}. Remove it, or choose the kind where the config is made.")
     found = found or _across(config)
     if found:
         raise ConfigError("bad config:" + (" " if len(found) == 1 else "\n  ") + "\n  ".join(found))
