@@ -1,6 +1,7 @@
 """A model folder of transformers as one of ours: config, parameters, buffers. Only safetensors are read, never a pickle.
 
-Every array of ours is allocated once; tensors are read one at a time and put in their places, so that memory stays near one copy.
+Every array of ours is allocated once; tensors are read one at a time and put in their places, so that reading holds near one copy (saving
+the model as a run, which is not done here, takes about another).
 What our modules cannot represent is refused with every reason. See sources.py for configs, table.py for tensors.
 """
 

@@ -171,7 +171,7 @@ def _rope_theta(r: Reader, kind: str) -> float:
     if rope_type != "default":
         r.reasons.append(f"rope_type={rope_type!r}: rotary positions are not scaled here")
     elif extra := {key: value for key, value in given.items() if key != "rope_type" and value is not None}:
-        r.reasons.append(f"rope_parameters hold {extra!r}: rotary positions here have a base alone")
+        r.reasons.append(f"rope_scaling or rope_parameters hold {extra!r}: rotary positions here have a base alone")
     if r.get("rotary_pct", 1.0) != 1.0 or share != 1.0:
         r.reasons.append(f"partial_rotary_factor={share!r}: all channels of a head are rotated here")
     if theta is not None and outside is not None and theta != outside:
@@ -187,7 +187,7 @@ def _all_layers_attend(r: Reader, kind: str, seq_len: int) -> None:
     if any(layer != "full_attention" for layer in r.given("layer_types", list, [])):
         r.reasons.append("layer_types: every layer here has full attention")
     elif kind == "qwen3_next" and not r.hf.get("layer_types") and r.hf.get("full_attention_interval", 4) != 1:
-        r.reasons.append("full_attention_interval: every layer here has full attention")
+        r.reasons.append("full_attention_interval without layer_types: every layer here has full attention")
     r.only("use_sliding_window", False, None, why="attention windows are not known here")
     r.get("sliding_window")  # read by one family alone
     window = r.given("sliding_window", int, low=1) if kind == "mistral" and "sliding_window" in r.hf else 4096

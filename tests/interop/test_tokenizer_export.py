@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from gammalm.config import load_config
 from gammalm.data.tokenizer import Tokenizer, train
 from gammalm.errors import ConfigError, DataError
+from gammalm.interop.export import export_hf
 from gammalm.interop.tokenizer import read_tokenizer, write_tokenizer
 
 from ..data.test_tokenizer import DIFFICULT, random_text
+from .cases import random_model
 
 ENGLISH = "the cat sat on the mat\n    and purred\tloudly;\n\t\tif x == 10:  return  y # --------\n"
 CHINESE = "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少。"
@@ -157,6 +160,19 @@ def test_transformers_gives_our_ids_and_the_text_back(exported, name):
     assert (theirs.eos_token_id, theirs.eos_token, theirs.bos_token, theirs.pad_token) == (ours.eod_id, "<eod>", None, None)
     assert len(theirs) == ours.vocab_size
     assert theirs.decode([ours.eod_id, *ours.encode("the cat")], skip_special_tokens=True) == "the cat"
+
+
+@pytest.mark.parity
+def test_beside_our_own_modelling_file(exported, tmp_path, monkeypatch):
+    """transformers reads the model's config first, which is code of the folder: the call of docs/huggingface.md."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    config = load_config("lm:size=tiny,vocab=1000")
+    ours, folder = exported["mixed"]
+    export_hf(config, *random_model(config), tmp_path / "out", target="gammalm", tokenizer=folder / "tokenizer.model")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    for text, ids in zip(TEXTS, ours.encode(TEXTS), strict=True):
+        assert theirs(text)["input_ids"] == ids, repr(text[:200])
 
 
 @pytest.mark.parity
