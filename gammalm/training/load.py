@@ -90,7 +90,10 @@ def save_model(workdir: str | Path, config, params: dict, buffers: dict, tokeniz
     workdir = Path(workdir)
     require_no_run(workdir)
     shutil.rmtree(workdir / IMPORTED, ignore_errors=True)  # what an interrupted import left
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{workdir} cannot be made ({error.strerror}). Choose another folder.") from error
     sha256 = None
     if tokenizer is not None:
         shutil.copyfile(tokenizer, workdir / TOKENIZER)
