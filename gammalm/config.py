@@ -20,7 +20,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from gammalm.config_checks import validate
+from gammalm.config_checks import leaves, validate
 from gammalm.errors import ConfigError, GammalmError
 from gammalm.files import write_json_atomic
 
@@ -219,17 +219,6 @@ def load_config(spec: str, overrides: Iterable[tuple[str, Any]] = ()) -> ConfigD
 # ---- leaves ----------------------------------------------------------------------------------------------------------------------
 
 
-def leaves(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """Every leaf by its dotted name, in the order of the config: `{'seed': 0, 'model.d_model': 64, ...}`."""
-    found = {}
-    for name, value in config.items():
-        if isinstance(value, ConfigDict):
-            found |= leaves(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
-    return found
-
-
 def apply_overrides(config: ConfigDict, overrides: Iterable[tuple[str, Any]]) -> ConfigDict:
     """A locked copy of `config` with dotted leaves replaced: `[('optimizer.learning_rate', '1e-3'), ('init.gamma', 0.5)]`.
 
@@ -276,4 +265,7 @@ def from_json(path: str | os.PathLike) -> ConfigDict:
         raise ConfigError(f"{path} cannot be read as a saved config: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no config: it must be one JSON object.")
-    return build(data).lock()
+    try:
+        return build(data).lock()
+    except ValueError as error:  # names that no config can have
+        raise ConfigError(f"{path} is no saved config: {error}") from error

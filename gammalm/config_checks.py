@@ -138,16 +138,32 @@ def _read(config: ConfigDict, name: str) -> Any:
     return node
 
 
+def leaves(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """Every leaf by its dotted name, in the order of the config: `{'seed': 0, 'model.d_model': 64, ...}`."""
+    found = {}
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            found |= leaves(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def _has(config: ConfigDict, name: str) -> bool:
+    try:
+        _read(config, name)
+    except (KeyError, AttributeError, TypeError):
+        return False
+    return True
+
+
 def _alone(config: ConfigDict, rules: dict[str, Check]) -> list[str]:
     """Breaches of `rules`, leaf by leaf."""
     found = []
     for name, (must_be, holds) in rules.items():
-        try:
-            value = _read(config, name)
-        except (KeyError, AttributeError, TypeError):
+        if not _has(config, name):
             found.append(f"{name} is missing; it must be {must_be}.")
-            continue
-        if not holds(value):
+        elif not holds(value := _read(config, name)):
             found.append(f"{name}={value!r} must be {must_be}.")
     return found
 
@@ -187,8 +203,20 @@ def validate(config: ConfigDict) -> ConfigDict:
     """`config` itself, when every static rule holds. Raises one ConfigError that lists every breach: what, where, what to do."""
     found = _alone(config, RULES)
     for (leaf, kind), rules in KINDS.items() if not found else ():
-        if _read(config, leaf) == kind:
-            found += [f"{leaf}={kind!r}: {breach}" for breach in _alone(config, rules)]
+        if _read(config, leaf) != kind:
+            continue
+        missing = [name for name in rules if not _has(config, name)]
+        if missing:
+            found.append(
+                f"{leaf}={kind!r} needs {', '.join(missing)}, which this config has not. Choose the kind where the config is made "
+                "(lm:attention=mla, or the size of a mixture), not as an override."
+            )
+        else:
+            found += _alone(config, rules)
+    known = set(RULES).union(*(rules for (leaf, kind), rules in KINDS.items() if not found and _read(config, leaf) == kind))
+    if not found and (idle := [name for name in leaves(config) if name not in known]):
+        kinds = ", ".join(f"{leaf}={_read(config, leaf)!r}" for leaf in dict.fromkeys(leaf for leaf, _ in KINDS))
+        found.append(f"{', '.join(idle)}: nothing reads this under {kinds}. Remove it, or choose the kind where the config is made.")
     found = found or _across(config)
     if found:
         raise ConfigError("bad config:" + (" " if len(found) == 1 else "\n  ") + "\n  ".join(found))

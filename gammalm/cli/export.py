@@ -1,6 +1,7 @@
 """`gammalm export hf`: the model of a run as a folder that transformers loads."""
 
 import argparse
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ def add_parser(subparsers) -> None:
     )
     hf.add_argument("--dtype", default="float32", choices=list(CODES), help="of the stored weights; default: float32, every bit")
     hf.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; default: the newest")
-    hf.add_argument("--tokenizer", type=Path, metavar="FILE", help="SentencePiece model; default: that of the run's data, if it is there")
+    hf.add_argument("--tokenizer", type=Path, metavar="FILE", help="SentencePiece model; default: the run's, if it is found")
     hf.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     loaded = load_model(args.checkpoint, args.step)
     tokenizer = args.tokenizer or find_tokenizer(args.checkpoint, loaded)
     exported = export_hf(
-        loaded.config, loaded.params, loaded.buffers, args.out, target=args.target, dtype=args.dtype, tokenizer=tokenizer
+        loaded.config, loaded.params, loaded.buffers, args.out, target=args.target, dtype=args.dtype,
+        tokenizer=tokenizer, tokenizer_sha256=loaded.tokenizer_sha256,
     )  # fmt: skip
     if args.json:
         found = {"out": str(args.out), "step": loaded.step, "tokenizer": tokenizer and str(tokenizer)}
@@ -60,12 +62,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_tokenizer(workdir: Path, loaded) -> Path | None:
-    """The tokenizer of the run: what import put into its folder, or that of its data if it is the one that the run was trained with."""
+    """The tokenizer that the run was trained with, by its hash: in the run's folder, where import puts it, or in that of its data."""
     from gammalm.data.shards import TOKENIZER
-    from gammalm.data.tokenizer import Tokenizer
 
-    if (workdir / TOKENIZER).is_file():
-        return workdir / TOKENIZER
-    path = Path(loaded.config.data.path) / TOKENIZER
-    known = loaded.tokenizer_sha256
-    return path if known and path.is_file() and Tokenizer.load(path).sha256 == known else None
+    for path in (workdir / TOKENIZER, Path(loaded.config.data.path) / TOKENIZER):
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == loaded.tokenizer_sha256:
+            return path
+    return None

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import shutil
 from pathlib import Path
 
 
@@ -30,20 +29,25 @@ def run(args: argparse.Namespace) -> int:
     from gammalm.data.shards import TOKENIZER
     from gammalm.interop.export import OUR_CONFIG
     from gammalm.interop.import_ import import_hf
-    from gammalm.interop.table import flat
-    from gammalm.training.load import save_model
+    from gammalm.interop.tokenizer import read_tokenizer
+    from gammalm.training.load import require_no_run, save_model
+    from gammalm.trees import flat
 
+    require_no_run(args.workdir)  # before a large model is read
     found = import_hf(args.model)
+    # Only an export of ours: a SentencePiece model of another's may be used in ways that our tokenizer does not know.
+    tokenizer = args.model / TOKENIZER
+    if (args.model / OUR_CONFIG).is_file() and tokenizer.is_file():
+        read_tokenizer(tokenizer, vocab_size=found.config.model.vocab_size)  # refuses what is not the model's
+    else:
+        tokenizer = None
     count = sum(math.prod(array.shape) for array in flat(found.params).values())
     to_device(found.params)
     to_device(found.buffers)
-    save_model(args.workdir, found.config, found.params, found.buffers)
-    # Only an export of ours: a SentencePiece model of another's may be used in ways that our tokenizer does not know.
-    tokenizer = (args.model / OUR_CONFIG).is_file() and (args.model / TOKENIZER).is_file()
-    if tokenizer:
-        shutil.copyfile(args.model / TOKENIZER, args.workdir / TOKENIZER)
+    save_model(args.workdir, found.config, found.params, found.buffers, tokenizer)
     if args.json:
-        print(json.dumps({"workdir": str(args.workdir), "model_type": found.model_type, "parameters": count, "tokenizer": tokenizer}))
+        said = {"workdir": str(args.workdir), "model_type": found.model_type, "parameters": count, "tokenizer": tokenizer is not None}
+        print(json.dumps(said))
         return 0
     print(f"{args.workdir}: {count:,} parameters from {found.model_type}{', with its tokenizer' if tokenizer else ', without a tokenizer'}")
     return 0

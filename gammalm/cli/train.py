@@ -32,7 +32,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, config, notice) -> int:
+    import jax
+
     from gammalm.models.decoder import Model
+    from gammalm.models.kernels import describe
     from gammalm.sharding import processes
     from gammalm.training.loop import Run, train
     from gammalm.training.program import Programs
@@ -44,6 +47,7 @@ def _train(args: argparse.Namespace, config, notice) -> int:
         f"gamma {config.init.gamma:g} ({config.init.preset}), eps {config.model.norm_eps:g}, gate {config.model.gate}"
         + (f"; {processes.count()} processes" if processes.count() > 1 else "")
     )
+    processes.say(describe(config, jax.default_backend()))
     (outcome,) = train([Run(config, args.workdir)], Programs(), notice=notice)
     if not processes.leads():
         return 1 if outcome.error else 0

@@ -4,7 +4,7 @@
     PATTERN[LAYERS]=INITIALIZER    ffn/down[6:]=fixed_std(std=0.01)
 
 PATTERN is a regular expression over whole components of the '/'-path, anywhere in it: `q` is layers/attn/q and not layers/attn/q_norm,
-`layers/attn` is everything below it, `.*norm` every norm, `.*` everything. LAYERS is a Python index or slice of the stacked layers
+`layers/attn` is everything below it, `.*norm` every norm, `.*` everything. LAYERS is a Python index or slice of the model's layers
 (`[0]`, `[-1]`, `[6:]`, `[::2]`). INITIALIZER is a name of the zoo, with literal arguments; a `gamma` or `truncate` it leaves out is the
 config's. The first rule that matches wins; the preset decides the rest. A rule that decides nothing is an error.
 """
@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable
 
 from gammalm.errors import ConfigError
+from gammalm.initializers.specs import ParamSpec
 from gammalm.initializers.zoo import ZOO, Initializer
 
 _RULE = re.compile(r"(?P<pattern>.+?)(?:\[(?P<layers>-?\d+|-?\d*:-?\d*(?::[1-9]\d*)?)\])?\s*=\s*(?P<call>[A-Za-z_]\w*\s*(?:\(.*\))?)\s*")
@@ -36,9 +37,9 @@ class Rule:
         """Whether the pattern covers whole components of `path`."""
         return self.pattern.fullmatch(path) is not None
 
-    def covers(self, layer: int, n_layers: int) -> bool:
-        """Whether the rule holds for `layer` of `n_layers` stacked ones (0: not stacked, which a rule with layers never covers)."""
-        return self.layers is None or layer in range(n_layers)[self.layers]
+    def covers(self, spec: ParamSpec, layer: int, n_layers: int) -> bool:
+        """Whether the rule holds for stacked `layer` of `spec` in a model of `n_layers`, whose numbers it names; never if not stacked."""
+        return self.layers is None or (spec.layers > 0 and spec.first_layer + layer in range(n_layers)[self.layers])
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

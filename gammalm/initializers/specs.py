@@ -20,7 +20,8 @@ class ParamSpec:
 
     `fan_in` and `fan_out` name the axes whose sizes multiply to the fans: q (L,D,H,K) has fan_in=('embed',), fan_out=('heads','head_dim');
     out (L,H,K,D) has fan_in=('heads','head_dim'). Both are empty for a norm gain. `residual_out` marks a matrix that writes into the
-    residual stream (attn/out, ffn/down): what depth scaling divides by √(2L).
+    residual stream (attn/out, ffn/down): what depth scaling divides by √(2L). `first_layer` is the number that the stack's first layer has
+    in the model, where other stacks come before it.
     Raises ConfigError when the axes do not describe the shape. Source: science 1, [R] for the declared axes.
     """
 
@@ -30,6 +31,7 @@ class ParamSpec:
     fan_out: tuple[str, ...]
     role: str
     residual_out: bool = False
+    first_layer: int = 0
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape) or len(set(self.axes)) != len(self.axes):

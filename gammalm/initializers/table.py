@@ -42,7 +42,7 @@ def resolve(specs: Mapping[str, ParamSpec], init_config, *, d_model: int, n_laye
     decided = set()
 
     def choose(path: str, spec: ParamSpec, layer: int) -> Choice:
-        rule = next((i for i, rule in enumerate(rules) if rule.matches(path) and rule.covers(layer, spec.layers)), None)
+        rule = next((i for i, rule in enumerate(rules) if rule.matches(path) and rule.covers(spec, layer, n_layers)), None)
         decided.add(rule)
         initializer = preset(path, spec) if rule is None else rules[rule].initializer
         try:
@@ -55,17 +55,18 @@ def resolve(specs: Mapping[str, ParamSpec], init_config, *, d_model: int, n_laye
     choices = {path: tuple(choose(path, spec, layer) for layer in range(max(1, spec.layers))) for path, spec in specs.items()}
     for i, rule in enumerate(rules):
         if i not in decided:
-            raise ConfigError(f"init.rules[{i}] ({rule.text}): {_why_unused(rule, specs)}")
+            raise ConfigError(f"init.rules[{i}] ({rule.text}): {_why_unused(rule, specs, n_layers)}")
     return choices
 
 
-def _why_unused(rule: Rule, specs: Mapping[str, ParamSpec]) -> str:
+def _why_unused(rule: Rule, specs: Mapping[str, ParamSpec], n_layers: int) -> str:
     paths = [path for path in specs if rule.matches(path)]
     if not paths:
         return f"no parameter matches.{nearest(rule.text.partition('=')[0].partition('[')[0], specs)}"
-    stacks = sorted({specs[path].layers for path in paths})
-    if rule.layers is not None and not any(range(n)[rule.layers] for n in stacks):
-        return f"{', '.join(paths)} has {' or '.join(map(str, stacks))} stacked layers, and none of them is meant."
+    if rule.layers is not None and not any(rule.covers(specs[path], i, n_layers) for path in paths for i in range(specs[path].layers)):
+        spans = sorted({(specs[path].first_layer, specs[path].layers) for path in paths})
+        spans = " or ".join(f"{first} to {first + n - 1}" if n else "none" for first, n in spans)
+        return f"{', '.join(paths)} has layers {spans} of {n_layers}, and none of them is meant."
     return "it decides nothing, because rules before it match everything that it matches. Move it up or remove it."
 
 
@@ -75,7 +76,8 @@ def init_table(specs: Mapping[str, ParamSpec], init_config, *, d_model: int, n_l
     `gamma` is the exponent where the initializer has one (σ = base^(−γ), before any depth scaling), else the equivalent ln(1/σ)/ln(base)
     with base = fan_in; base and gamma are None where they mean nothing (constants, no fan-in). `sigma` is the standard deviation that
     `init_params` draws with. initializer, base, gamma and sigma are lists, one entry per layer, where any of them differs by layer.
-    `layers` is the number of stacked layers, 0 for none. Raises ConfigError as `resolve` does.
+    `layers` is the number of stacked layers, 0 for none, and `first_layer` the number of the first of them in the model. Raises
+    ConfigError as `resolve` does.
     """
     rows = []
     for path, choices in resolve(specs, init_config, d_model=d_model, n_layers=n_layers).items():
@@ -85,7 +87,7 @@ def init_table(specs: Mapping[str, ParamSpec], init_config, *, d_model: int, n_l
         same = all(cells == per_layer[0] for cells in per_layer)
         merged = per_layer[0] if same else {key: [cells[key] for cells in per_layer] for key in per_layer[0]}
         rows.append({"path": path, "shape": list(spec.shape), "axes": list(spec.axes), "role": spec.role, "fan_in": fan_in} | merged
-                    | {"layers": spec.layers})
+                    | {"layers": spec.layers, "first_layer": spec.first_layer})
     return rows
 
 
@@ -108,7 +110,8 @@ def format_table(rows: list[dict]) -> str:
         per_layer = list(zip(*columns, strict=True))
         starts = [i for i in range(len(per_layer)) if i == 0 or per_layer[i] != per_layer[i - 1]]
         for start, stop in zip(starts, [*starts[1:], len(per_layer)], strict=True):
-            path = row["path"] + (f"[{start}:{stop}]" if len(per_layer) > 1 else "")
+            first = row["first_layer"]
+            path = row["path"] + (f"[{first + start}:{first + stop}]" if len(per_layer) > 1 else "")
             *numbers, initializer = per_layer[start]
             cells = (_show(value) for value in (row["fan_in"], *numbers))
             lines.append((path, "x".join(map(str, row["shape"])), ",".join(row["axes"]), row["role"], *cells, initializer))

@@ -15,14 +15,13 @@ import numpy as np
 
 from gammalm.config import to_json
 from gammalm.errors import ConfigError
-from gammalm.files import sync_folder, write_json_atomic
+from gammalm.files import DISK_FULL, sync_folder, write_json_atomic
 from gammalm.interop import portable
 from gammalm.interop.table import Entry, entries, own_entries
 from gammalm.interop.targets import OWN, TARGETS, config_json, uncentrable
 from gammalm.interop.tensorfiles import CODES, Slot, write_tensors
 from gammalm.trees import flat
 
-EOD = 1  # id of the token that ends a document, in every tokenizer of ours
 OUR_CONFIG = "gammalm_config.json"
 MAX_SHARD = 5 * 10**9  # bytes
 
@@ -72,45 +71,67 @@ def choose_target(target: str, model, params: dict, dtype: str) -> tuple[str, di
 
 
 def require_free(out: Path) -> None:
-    """Raises ConfigError unless the folder `out` is absent or empty."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is no empty folder. Name another folder, or empty it.")
+    """Raises ConfigError unless the folder `out` is empty, or absent and nothing is seen that keeps it from being made."""
+    try:
+        if out.is_symlink():
+            raise ConfigError(f"{out} is a symbolic link, which an export cannot replace. Name the folder itself.")
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"{out} exists and is no empty folder. Name another folder, or empty it.")
+        above = next(folder for folder in out.absolute().parents if folder.exists())
+    except OSError as error:
+        raise _unusable(out, error) from error
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"{out} cannot be made: {above} is {'not writable' if above.is_dir() else 'no folder'}. Name another folder.")
+
+
+def _unusable(out: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{out} cannot be made ({error.strerror}). Name another folder.")
 
 
 def export_hf(
     config, params: dict, buffers: dict, out: str | os.PathLike, *,
-    target: str = "auto", dtype: str = "float32", tokenizer: str | os.PathLike | None = None, max_shard: int = MAX_SHARD,
+    target: str = "auto", dtype: str = "float32", tokenizer: str | os.PathLike | None = None, tokenizer_sha256: str | None = None,
+    max_shard: int = MAX_SHARD,
 ) -> Exported:  # fmt: skip
     """Writes the folder `out` (absent, or empty) for transformers.
 
     `params` and `buffers` are nested dicts of fp32 arrays as `Model` declares them. `dtype` float32 keeps every bit; bfloat16 rounds all
-    but the routers. `tokenizer` is a SentencePiece model of ours. `max_shard` is in bytes.
-    Raises ConfigError: `out` is not empty, or `target` cannot represent the model (every reason is given); OSError, DataError.
+    but the routers. `tokenizer` is the file of a SentencePiece model of ours, `tokenizer_sha256` the hash of the one the model was
+    trained with, where it is known. `max_shard` is in bytes.
+    Raises ConfigError: `out` is not empty or cannot be made, `target` cannot represent the model (every reason is given), or the
+    tokenizer is not the model's; DataError for a damaged tokenizer; OSError while writing.
     """
     out = Path(out).absolute()
     if dtype not in CODES:
         raise ConfigError(f"--dtype {dtype} is none of {', '.join(CODES)}.")
     require_free(out)
     name, passed_over = choose_target(target, config.model, params, dtype)
-    eos = None if tokenizer is None else EOD
+    vocabulary, eos = None, None
+    if tokenizer is not None:
+        from gammalm.interop.tokenizer import read_tokenizer, write_tokenizer
+
+        vocabulary, eos = read_tokenizer(tokenizer, vocab_size=config.model.vocab_size, sha256=tokenizer_sha256)
     facts = dict(dtype=dtype, seq_len=config.data.seq_len, eos_token_id=eos)
     if name == OWN:
         table, keys = own_entries(config.model), portable.hf_config(config.model, **facts)
     else:
         table, keys = entries(config.model, centred=TARGETS[name].centred), config_json(TARGETS[name], config.model, **facts)
-    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
-    temporary.mkdir()
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise
+        raise _unusable(out, error) from error
+    try:
+        if vocabulary is not None:
+            write_tokenizer(vocabulary, temporary, str(tokenizer))
         files, slots = _write_weights(temporary, table, flat(params) | flat(buffers), dtype, max_shard)
         write_json_atomic(temporary / "config.json", keys)
         to_json(config, temporary / OUR_CONFIG)
         if name == OWN:
             portable.copy_files(temporary)
-        if tokenizer is not None:
-            from gammalm.interop.tokenizer import write_tokenizer
-
-            write_tokenizer(tokenizer, temporary)
         sync_folder(temporary)
         os.rename(temporary, out)  # replaces an empty folder
     except BaseException:

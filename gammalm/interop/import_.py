@@ -1,6 +1,7 @@
 """A model folder of transformers as one of ours: config, parameters, buffers. Only safetensors are read, never a pickle.
 
-Every array of ours is allocated once; tensors are read one at a time and put in their places, so that memory stays near one copy.
+Every array of ours is allocated once; tensors are read one at a time and put in their places, so that reading holds near one copy (saving
+the model as a run, which is not done here, takes about another).
 What our modules cannot represent is refused with every reason. See sources.py for configs, table.py for tensors.
 """
 
@@ -47,14 +48,13 @@ def import_hf(folder: str | os.PathLike) -> Imported:
     if hf.get("model_type") == OWN:
         derived = leaves(ConfigDict({"model": portable.model_config(hf)}))
         seq_len = hf.get("max_position_embeddings")
-        if not isinstance(seq_len, int):
-            raise ConfigError(f"{folder / 'config.json'}: max_position_embeddings={seq_len!r} is no whole number. Export the model again.")
+        if type(seq_len) is not int or seq_len < 1:
+            raise ConfigError(f"{folder / 'config.json'}: max_position_embeddings={seq_len!r} is no length. Export the model again.")
         config = _config(folder, derived, seq_len)
         make = lambda _: own_entries(config.model)  # noqa: E731
     else:
         source = read_config(hf, str(folder / "config.json"))
-        dtype = COMPUTE.get(hf.get("dtype") or hf.get("torch_dtype"), "float32")
-        config = _config(folder, source.leaves, source.seq_len, dtype)
+        config = _config(folder, source.leaves, source.seq_len, COMPUTE.get(source.dtype, "float32"))
         make = lambda fused: entries(config.model, centred=source.centred, interleaved=source.interleaved, fused=fused)  # noqa: E731
     with Tensors(folder) as tensors:
         fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors.where)

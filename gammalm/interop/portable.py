@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gammalm.config_checks import KINDS as CHECKS
 from gammalm.errors import DataError
 from gammalm.files import write_text_atomic
 
@@ -21,6 +22,10 @@ LEAVES = (  # of config.model, of every model; `dtype` has another name there, w
     "logit_softcap", "residual_dtype", "remat", "scan_unroll", "loss_chunk", "attention_kernel",
 )  # fmt: skip
 KINDS = {"mha": ("n_kv_heads", "head_dim", "qk_norm"), "mla": ("mla",), "dense": (), "moe": ("moe",)}  # leaves of one kind alone
+GROUPS = {  # of leaves -> their names
+    group: sorted(name.removeprefix(f"model.{group}.") for name in CHECKS[kind]) for group, kind in
+    {"mla": ("model.attention", "mla"), "moe": ("model.ffn", "moe")}.items()
+}  # fmt: skip
 
 
 def is_stacked(path: str) -> bool:
@@ -62,17 +67,24 @@ def hf_config(model: Mapping[str, Any], *, dtype: str, seq_len: int, eos_token_i
 def model_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     """`config.model` as nested plain dicts from the content of a `config.json`: what `hf_config` was given.
 
-    Raises DataError where leaves are missing or the model is another one.
+    Raises DataError where leaves are missing or not known, or the model is another one. Values of leaves are checked by no one here.
     """
     if hf.get("model_type") != MODEL_TYPE:
         raise DataError(f"config.json: model_type is {hf.get('model_type')!r}; {MODEL_TYPE!r} is read here.")
-    names = (*LEAVES, "compute_dtype", *KINDS.get(hf.get("attention"), ("attention",)), *KINDS.get(hf.get("ffn"), ("ffn",)))
-    missing = [name for name in names if name not in hf]
-    if missing or hf["attention"] not in ("mha", "mla") or hf["ffn"] not in ("dense", "moe"):
-        raise DataError(
-            f"config.json of a {MODEL_TYPE} model: missing {', '.join(missing) or 'nothing'}; attention={hf.get('attention')!r} "
-            f"ffn={hf.get('ffn')!r}. Export the model again."
-        )
+    attention, ffn = hf.get("attention"), hf.get("ffn")
+    if attention not in ("mha", "mla") or ffn not in ("dense", "moe"):
+        raise DataError(f"config.json of a {MODEL_TYPE} model: attention={attention!r} ffn={ffn!r}. Export the model again.")
+    names = (*LEAVES, "compute_dtype", *KINDS[attention], *KINDS[ffn])
+    faults = [f"{name} is missing" for name in names if name not in hf]
+    for name in names:
+        value = hf.get(name)
+        if name in GROUPS and isinstance(value, dict):
+            faults += [f"{name}.{leaf} is missing" for leaf in GROUPS[name] if leaf not in value]
+            faults += [f"{name}.{leaf} is not known" for leaf in value if leaf not in GROUPS[name]]
+        elif name in hf and (name in GROUPS or isinstance(value, dict | list)):
+            faults.append(f"{name}={value!r}")
+    if faults:
+        raise DataError(f"config.json of a {MODEL_TYPE} model: {', '.join(faults)}. Export the model again.")
     return {"dtype" if name == "compute_dtype" else name: dict(hf[name]) if name in ("mla", "moe") else hf[name] for name in names}
 
 

@@ -30,7 +30,7 @@ KNOWN_MISFITS = {
 }
 # Keys that change no logit: bookkeeping, training, generation, and what other keys make idle.
 IDLE = frozenset(
-    "architectures auto_map model_type dtype torch_dtype transformers_version _name_or_path _attn_implementation_autoset name_or_path "
+    "architectures auto_map model_type transformers_version _name_or_path _attn_implementation_autoset name_or_path "
     "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id cls_token_id id2label label2id problem_type "
     "num_labels finetuning_task task_specific_params tokenizer_class prefix use_cache return_dict output_attentions output_hidden_states "
     "output_router_logits is_encoder_decoder is_decoder initializer_range attention_dropout hidden_dropout attn_implementation "
@@ -49,12 +49,22 @@ IDLE = frozenset(
 
 @dataclasses.dataclass
 class Source:
-    """A config.json read: leaves of `config.model` by dotted name, sequence length, and how its tensors are arranged (table.entries)."""
+    """A config.json read: leaves of `config.model` by dotted name, sequence length, the dtype it names (None: none), and how its
+    tensors are arranged (table.entries)."""
 
     leaves: dict[str, Any]
     seq_len: int
+    dtype: str | None
     centred: bool
     interleaved: bool
+
+
+NAMES = {bool: "boolean", int: "whole number", float: "number", str: "text", list: "list"}
+
+
+def _is(value: Any, kind: type) -> bool:
+    """Whether `value` is of the type `kind`: a whole number is a number too, a boolean is none."""
+    return isinstance(value, int | float if kind is float else kind) and isinstance(value, bool) == (kind is bool)
 
 
 class Reader:
@@ -68,14 +78,22 @@ class Reader:
         self.read.add(key)
         return self.hf.get(key, default)
 
+    def given(self, key: str, kind: type, default: Any = None, low: int = 0) -> Any:
+        """The value of type `kind` (a number: at least `low`); `default` where the key is missing, or null where that switches off.
+
+        Anything else is a reason.
+        """
+        value, number = self.get(key, default), kind in (int, float)
+        if (value is None and not default) or (_is(value, kind) and (not number or value >= low)):
+            return default if value is None else value
+        self.reasons.append(f"{key}={value!r} is no {NAMES[kind]}{f' of at least {low}' if number else ''}")
+        return default
+
     def need(self, key: str, kind: type = int, low: int = 1) -> Any:
-        """The number of type `kind`, at least `low`, that has to be there; anything else is a reason."""
-        value = self.get(key)
-        if value is None:
+        """The number of type `kind`, at least `low`, that has to be there; anything else is a reason, and None."""
+        if self.get(key) is None:
             self.reasons.append(f"{key} is missing")
-        elif isinstance(value, bool) or not isinstance(value, int | kind) or value < low:
-            self.reasons.append(f"{key}={value!r} is no {'whole number' if kind is int else 'number'} of at least {low}")
-        return value
+        return self.given(key, kind, low=low)
 
     def only(self, key: str, *allowed: Any, default: Any = None, why: str) -> None:
         """A reason unless the value is one of `allowed`."""
@@ -93,8 +111,8 @@ class Reader:
 def read_config(hf: dict, where: str) -> Source:
     """What the config.json `hf` of one of ARCHITECTURES describes. Raises ConfigError, opened by `where`: every reason against it."""
     kind = hf.get("model_type")
-    if kind not in ARCHITECTURES:
-        reason = KNOWN_MISFITS.get(kind, f"what can be imported is {', '.join(ARCHITECTURES)} and gammalm")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        reason = KNOWN_MISFITS.get(str(kind), f"what can be imported is {', '.join(ARCHITECTURES)} and gammalm")
         raise ConfigError(f"{where}: model_type {kind!r} cannot be imported: {reason}.")
     r = Reader(hf)
     leaves = {
@@ -107,8 +125,9 @@ def read_config(hf: dict, where: str) -> Source:
     }
     seq_len = r.need("max_position_embeddings")
     sizes_lack = bool(r.reasons)  # the rest is counted in them
+    dtypes = [r.given(key, str) for key in ("dtype", "torch_dtype")]  # transformers since 5, before 5
     leaves |= {
-        "tie_embeddings": bool(r.get("tie_word_embeddings", False)),
+        "tie_embeddings": r.given("tie_word_embeddings", bool, False),
         "rope_theta": _rope_theta(r, kind),
         "gate": "elementwise" if kind == "qwen3_next" else "none",
         "logit_softcap": 0.0,
@@ -120,7 +139,7 @@ def read_config(hf: dict, where: str) -> Source:
     for bias in ("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "bias"):
         r.only(bias, False, None, why="there are no biases here")
     r.only("quantization_config", None, why="weights that are stored quantized are not read")
-    interleaved = bool(r.get("rope_interleave", True)) if kind == "deepseek_v3" else True
+    interleaved = r.given("rope_interleave", bool, True) if kind == "deepseek_v3" else True
     if not sizes_lack:
         _all_layers_attend(r, kind, seq_len)
         leaves |= _latent(r, leaves) if kind == "deepseek_v3" else _heads(r, kind, leaves)
@@ -131,7 +150,9 @@ def read_config(hf: dict, where: str) -> Source:
         r.unknown()
     if r.reasons:
         raise ConfigError(f"{where} describes a {kind} model that cannot be represented here:\n  " + "\n  ".join(r.reasons))
-    return Source({f"model.{name}": value for name, value in leaves.items()}, seq_len, kind == "qwen3_next", interleaved)
+    return Source(
+        {f"model.{name}": value for name, value in leaves.items()}, seq_len, dtypes[0] or dtypes[1], kind == "qwen3_next", interleaved
+    )
 
 
 def _rope_theta(r: Reader, kind: str) -> float:
@@ -150,22 +171,26 @@ def _rope_theta(r: Reader, kind: str) -> float:
     if rope_type != "default":
         r.reasons.append(f"rope_type={rope_type!r}: rotary positions are not scaled here")
     elif extra := {key: value for key, value in given.items() if key != "rope_type" and value is not None}:
-        r.reasons.append(f"rope_parameters hold {extra!r}: rotary positions here have a base alone")
+        r.reasons.append(f"rope_scaling or rope_parameters hold {extra!r}: rotary positions here have a base alone")
     if r.get("rotary_pct", 1.0) != 1.0 or share != 1.0:
         r.reasons.append(f"partial_rotary_factor={share!r}: all channels of a head are rotated here")
     if theta is not None and outside is not None and theta != outside:
         r.reasons.append(f"rope_theta={outside!r} and rope_parameters.rope_theta={theta!r} differ")
-    return theta if theta is not None else 10_000.0 if outside is None else outside
+    base = theta if theta is not None else 10_000.0 if outside is None else outside
+    if not _is(base, float) or not base > 0:
+        r.reasons.append(f"rope_theta={base!r} is no number above 0")
+    return base
 
 
 def _all_layers_attend(r: Reader, kind: str, seq_len: int) -> None:
     """Reasons where some layer has no full causal attention."""
-    if any(layer != "full_attention" for layer in r.get("layer_types") or ()):
+    if any(layer != "full_attention" for layer in r.given("layer_types", list, [])):
         r.reasons.append("layer_types: every layer here has full attention")
     elif kind == "qwen3_next" and not r.hf.get("layer_types") and r.hf.get("full_attention_interval", 4) != 1:
-        r.reasons.append("full_attention_interval: every layer here has full attention")
+        r.reasons.append("full_attention_interval without layer_types: every layer here has full attention")
     r.only("use_sliding_window", False, None, why="attention windows are not known here")
-    window = r.get("sliding_window", 4096 if kind == "mistral" else None)
+    r.get("sliding_window")  # read by one family alone
+    window = r.given("sliding_window", int, low=1) if kind == "mistral" and "sliding_window" in r.hf else 4096
     if kind == "mistral" and window is not None and window < seq_len:
         r.reasons.append(f"sliding_window={window!r} is shorter than max_position_embeddings: attention windows are not known here")
 
@@ -177,7 +202,7 @@ def _heads(r: Reader, kind: str, leaves: dict) -> dict:
         groups = r.need("num_key_value_heads")
     if kind in ("qwen3", "qwen3_next") or r.get("head_dim") is not None:
         size = r.need("head_dim")
-    qk_norm = kind in ("qwen3", "qwen3_next") or kind == "glm4_moe" and bool(r.get("use_qk_norm"))
+    qk_norm = kind in ("qwen3", "qwen3_next") or kind == "glm4_moe" and r.given("use_qk_norm", bool, False)
     return {"n_kv_heads": groups, "head_dim": size, "qk_norm": qk_norm}
 
 
@@ -190,13 +215,15 @@ def _latent(r: Reader, leaves: dict) -> dict:
         why = f"its latent norms have {LATENT_EPS:g} all the same, ours that of the model"
         r.reasons.append(f"rms_norm_eps={leaves['norm_eps']!r}: {why}")
     ranks = {"kv_rank": "kv_lora_rank", "nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "v_dim": "v_head_dim"}
-    return {"mla.q_rank": r.get("q_lora_rank") or 0} | {f"mla.{name}": r.need(key) for name, key in ranks.items()}
+    rank = r.need("q_lora_rank") if r.get("q_lora_rank", 0) is not None else 0
+    return {"mla.q_rank": rank} | {f"mla.{name}": r.need(key) for name, key in ranks.items()}
 
 
 def _no_mixture(r: Reader, n_layers: int) -> None:
     """A reason unless every layer of Qwen3-Next is dense; the rule is that of its decoder layer."""
-    alone, step = r.get("mlp_only_layers") or (), r.get("decoder_sparse_step", 1)
-    mixed = [i for i in range(n_layers) if i not in alone and r.get("num_experts", 512) > 0 and (i + 1) % step == 0]
+    alone, experts = r.given("mlp_only_layers", list, []), r.given("num_experts", int, 512)
+    step = r.given("decoder_sparse_step", int, 1, low=1)
+    mixed = [i for i in range(n_layers) if i not in alone and experts > 0 and (i + 1) % step == 0]
     if mixed:
         r.reasons.append(f"layers {mixed[:5]} hold experts, whose softmax router and gated shared expert our mixtures have not")
 
@@ -206,7 +233,7 @@ def _mixture(r: Reader, n_layers: int) -> dict:
     dense = r.need("first_k_dense_replace", low=0)
     sizes = {"n_experts": "n_routed_experts", "top_k": "num_experts_per_tok", "d_expert": "moe_intermediate_size"}
     found = {name: r.need(key) for name, key in sizes.items()} | {"route_scale": r.need("routed_scaling_factor", float, 0)}
-    found |= {"n_shared": r.get("n_shared_experts", 1) or 0, "first_k_dense": dense, "score": "sigmoid"}
+    found |= {"n_shared": r.given("n_shared_experts", int, 1), "first_k_dense": dense, "score": "sigmoid"}
     if dense is not None and dense >= n_layers:
         for key in ("n_group", "topk_group", "norm_topk_prob", "scoring_func", "topk_method", "moe_layer_freq"):
             r.get(key)

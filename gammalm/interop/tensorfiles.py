@@ -123,7 +123,9 @@ class Tensors:
 
 
 def _files(folder: Path) -> list[str]:
-    """Names of the safetensors files of the checkpoint in `folder`."""
+    """Names of the safetensors files of the checkpoint in `folder`; the single file where there is an index too, as transformers does."""
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
     if (folder / INDEX).is_file():
         try:
             names = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
@@ -134,8 +136,6 @@ def _files(folder: Path) -> list[str]:
         if bad or missing:
             raise CheckpointError(f"{folder}: {INDEX} names {', '.join(map(str, bad + missing))}, not in the folder. Fetch the rest of it.")
         return names
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
     found = sorted(path.name for path in folder.iterdir())
     pickles = [name for name in found if name.endswith(PICKLES)]
     if pickles:

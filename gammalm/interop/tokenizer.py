@@ -6,6 +6,7 @@ Written by hand because neither `tokenizers` nor protobuf is needed to know ids,
 V = vocabulary size.
 """
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import sentencepiece
 
-from gammalm.errors import DataError
+from gammalm.errors import ConfigError, DataError
 from gammalm.files import write_json_atomic, write_text_atomic
 
 BLANK = "\u2581"  # what SentencePiece writes for a blank
@@ -22,23 +23,42 @@ PROBE = "  Ａ  e\u0301 ﬁ\u3000 "  # two blanks at the start, full-width and c
 ANYWHERE = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}  # how a token would be found in a text
 
 
-def write_tokenizer(model: "bytes | str | os.PathLike", out_dir: "str | os.PathLike") -> None:
-    """Writes `tokenizer.json`, `tokenizer_config.json` and the model itself, `tokenizer.model`, into the folder `out_dir` of a new export.
+def read_tokenizer(path: "str | os.PathLike", *, vocab_size: int, sha256: str | None = None) -> tuple[bytes, int]:
+    """The SentencePiece model in the file `path` for a language model of `vocab_size` tokens, and the id that ends a document.
 
-    `model` is a SentencePiece model as `gammalm data prepare` trains it, or the path of one. Special tokens are never found in a
-    text: `<eod>` written in it is five characters, as in training (`split_special_tokens`).
-    Raises DataError for a model that `tokenizer.json` cannot express exactly, OSError where the files cannot be written.
+    `sha256` is the hash of the tokenizer that the language model was trained with; None: not known. Raises DataError for a file that is
+    no such model, ConfigError for one that is not the language model's: of another hash, or with more tokens.
     """
-    where = "tokenizer" if isinstance(model, bytes) else str(model)
-    if not isinstance(model, bytes):
-        try:
-            model = Path(model).read_bytes()
-        except OSError as error:
-            raise DataError(f"The tokenizer {where} cannot be read ({error.strerror}). Prepare the data again.") from error
     try:
-        sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+        model = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"The tokenizer {path} cannot be read ({error.strerror}). Name the file of a SentencePiece model.") from error
+    sp = _processor(model, str(path))
+    if sha256 is not None and hashlib.sha256(model).hexdigest() != sha256:
+        raise ConfigError(
+            f"{path} is another tokenizer than that of the model's training (sha256 {sha256}): token numbers would mean other text. "
+            "Name the file of that one, or no tokenizer."
+        )
+    if sp.vocab_size() > vocab_size:
+        raise ConfigError(f"{path} has {sp.vocab_size()} tokens, the model {vocab_size}: it is not this model's tokenizer. Name another.")
+    return model, sp.eos_id()
+
+
+def _processor(model: bytes, where: str):
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=model)
     except Exception as error:  # sentencepiece raises RuntimeError or its own kinds, by version
         raise DataError(f"{where} is no SentencePiece model ({error}). Prepare the data again.") from error
+
+
+def write_tokenizer(model: bytes, out_dir: "str | os.PathLike", where: str = "tokenizer") -> None:
+    """Writes `tokenizer.json`, `tokenizer_config.json` and the model itself, `tokenizer.model`, into the folder `out_dir` of a new export.
+
+    `model` is a SentencePiece model as `gammalm data prepare` trains it, `where` its name in messages. Special tokens are never found in
+    a text: `<eod>` written in it is five characters, as in training (`split_special_tokens`).
+    Raises DataError for a model that `tokenizer.json` cannot express exactly, OSError where the files cannot be written.
+    """
+    sp = _processor(model, where)
     definition = tokenizer_json(sp, where)
     out = Path(out_dir)
     (out / "tokenizer.model").write_bytes(model)

@@ -176,7 +176,8 @@ class Model:
             spec = variable.get_metadata()["spec"]
             if path[0] in abstract.depths:
                 depth = abstract.depths[path[0]]
-                spec = dataclasses.replace(spec, shape=(depth, *spec.shape), axes=("layers", *spec.axes))
+                first = abstract.depths["dense_layers"] if path[0] == "layers" and len(abstract.depths) > 1 else 0
+                spec = dataclasses.replace(spec, shape=(depth, *spec.shape), axes=("layers", *spec.axes), first_layer=first)
             self.specs["/".join(path)] = spec
         self._buffers = buffers
         # Path -> ShapeDtypeStruct of the state that no gradient reaches, nested as the parameters are; {} for a dense model.

@@ -34,6 +34,14 @@ def _nll(logits_BnV, targets_Bn):
     return lse - picked, lse
 
 
+def _summed(a):
+    """The sum over devices of a number, or of a matrix [V, D], of which each device keeps the part of D that its parameters have."""
+    if a.ndim == 0:
+        return jax.lax.psum(a, TOKEN_AXES)
+    a = jax.lax.psum_scatter(a, "fsdp", scatter_dimension=1, tiled=True)
+    return jax.lax.psum(a, tuple(axis for axis in TOKEN_AXES if axis != "fsdp"))
+
+
 def _each_device_its_tokens(function, summed: tuple[bool, ...]):
     """`function` of (x, w, others [B, T]) on the tokens of each device; its results are [B, T, ...], or sums, added up once at the end.
 
@@ -43,11 +51,15 @@ def _each_device_its_tokens(function, summed: tuple[bool, ...]):
         return function
 
     def local(*args):
-        return tuple(jax.lax.psum(a, TOKEN_AXES) if add else a for a, add in zip(function(*args), summed, strict=True))
+        found = tuple(_summed(a) if add else a for a, add in zip(function(*args), summed, strict=True))
+        # The sums come before whatever follows: left to itself, a TPU's compiler keeps the whole V x D gradient until the last layer.
+        return jax.lax.optimization_barrier(found)
 
     def each(x_BTD, w, *others_BT):
         specs = (TOKENS, PartitionSpec(), *[TOKENS] * len(others_BT))
-        results = tuple(PartitionSpec() if add else TOKENS for add in summed)
+        lie = {0: PartitionSpec(), 2: PartitionSpec(None, "fsdp")}
+        kinds = jax.eval_shape(function, x_BTD, w, *others_BT)
+        results = tuple(lie[a.ndim] if add else TOKENS for a, add in zip(kinds, summed, strict=True))
         over = jax.shard_map(local, in_specs=specs, out_specs=results, axis_names=set(TOKEN_AXES), check_vma=False)
         return over(x_BTD, w, *others_BT)
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 from gammalm.models.exchange import sharded_expert_ffn
 from gammalm.models.experts import choose_backend, expert_ffn
-from gammalm.models.parts import SwiGLU, declare, platform
+from gammalm.models.parts import TOKEN_AXES, TOKENS, SwiGLU, declare, mesh_pieces, platform
 
 
 class Buffer(nnx.Variable):
@@ -52,7 +52,7 @@ class MoE(nnx.Module):
         # HIGHEST: a TPU would round fp32 factors to bf16, and near-ties would be decided by rounding.
         logits = jnp.einsum("btd,de->bte", x_BTD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST)
         scores_BTE = jax.nn.sigmoid(logits) if self.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-        _, ids_BTA = jax.lax.top_k(jax.lax.stop_gradient(scores_BTE) + self.bias[...][None, None], self.top_k)
+        ids_BTA = top_ids(scores_BTE + self.bias[...][None, None], self.top_k)
         chosen_BTA = jnp.take_along_axis(scores_BTE, ids_BTA, axis=-1)
         gates_BTA = self.route_scale * chosen_BTA / (jnp.sum(chosen_BTA, axis=-1, keepdims=True) + 1e-20)
         return scores_BTE, ids_BTA, gates_BTA
@@ -68,20 +68,44 @@ class MoE(nnx.Module):
         y_BTD, computed = sharded_expert_ffn(x_BTD, ids_BTA, gates_BTA, weights, compute)
         if self.shares:
             y_BTD += self.shared(x_BTD)
-        return y_BTD, measures(scores_BTE, ids_BTA, valid_BT, computed)
+        return y_BTD, measures(scores_BTE, ids_BTA, top_ids(scores_BTE, self.top_k), valid_BT, computed)
 
 
-def measures(scores_BTE, ids_BTA, valid_BT, computed) -> dict:
+def top_ids(values_BTE, k: int):
+    """The k experts [B, T, k] int32 of the largest values of each token, without a gradient; every device ranks its own tokens.
+
+    Left to the compiler, some backends gather the values of all tokens on every device and rank them there.
+    """
+
+    def pick(values_BTE):
+        return jax.lax.top_k(values_BTE, k)[1]
+
+    values_BTE = jax.lax.stop_gradient(values_BTE)
+    if mesh_pieces(*TOKEN_AXES) == 1:
+        return pick(values_BTE)
+    return jax.shard_map(pick, in_specs=TOKENS, out_specs=TOKENS, axis_names=set(TOKEN_AXES), check_vma=False)(values_BTE)
+
+
+def counts_by_row(ids_BTA, n_experts: int):
+    """How often each row chose each expert: [B, E] int32. The sum over A comes first and in bytes: nothing is as large as B x T x A x E."""
+    experts = jnp.arange(n_experts, dtype=ids_BTA.dtype)[None, None]
+    hits_BTE = sum((ids_BTA[..., a, None] == experts).astype(jnp.int8) for a in range(ids_BTA.shape[-1]))
+    return jnp.sum(hits_BTE, axis=1, dtype=jnp.int32)
+
+
+def measures(scores_BTE, ids_BTA, preferred_BTA, valid_BT, computed) -> dict:
     """What a mixture layer reports of one batch: sums over its tokens, so that micro-batches and hosts add up.
 
-    load [E] int32: tokens that chose each expert. dropped [] int32: choices whose expert did not run. balance [] fp32: the sequence-wise
-    balance loss Σ_i f_i·P_i summed over sequences (arXiv:2412.19437, eq. 17–20; 1 at perfect balance), differentiable in the scores.
+    load [E] int32: tokens that chose each expert (`ids`; E for none). dropped [] int32: choices whose expert did not run. balance [] fp32:
+    the sequence-wise balance loss Σ_i f_i·P_i summed over sequences, differentiable in the scores: f_i counts the tokens that would choose
+    expert i by affinity alone (`preferred`, without the bias), P_i is its mean share of the affinity; 1 where all are alike
+    (arXiv:2412.19437, eq. 17–20).
     """
-    B, T, E = scores_BTE.shape
-    counts_BE = jnp.sum(ids_BTA[..., None] == jnp.arange(E, dtype=ids_BTA.dtype)[None, None, None], axis=(1, 2), dtype=jnp.int32)
+    E = scores_BTE.shape[-1]
     tokens_B = jnp.maximum(jnp.sum(valid_BT, axis=1), 1).astype(jnp.float32)
     share_BTE = scores_BTE / (jnp.sum(scores_BTE, axis=-1, keepdims=True) + 1e-20) * valid_BT[..., None]
     mean_BE = jnp.sum(share_BTE, axis=1) / tokens_B[:, None]
-    frequency_BE = counts_BE * (E / ids_BTA.shape[-1]) / tokens_B[:, None]
-    load_E = jnp.sum(counts_BE, axis=0)
+    preferred_BE = counts_by_row(jnp.where(valid_BT[..., None], preferred_BTA, E), E)
+    frequency_BE = preferred_BE * (E / ids_BTA.shape[-1]) / tokens_B[:, None]
+    load_E = jnp.sum(counts_by_row(ids_BTA, E), axis=0)
     return {"load": load_E, "dropped": jnp.sum(load_E) - computed, "balance": jnp.sum(frequency_BE * mean_BE)}

@@ -49,7 +49,7 @@ def _finite_by_layer(leaf):
 
 
 def _first_bad_path(tree, dense: int) -> str | None:
-    """The first path that is not finite, with its layer counted over the whole model; its first `dense` layers are a stack of their own."""
+    """The first path that is not finite, with its layer counted over the model, whose first `dense` are another stack."""
     for keys, finite in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not np.all(finite):
             path = jax.tree_util.keystr(keys, simple=True, separator="/")

@@ -4,23 +4,28 @@ Evaluation, measurement and export read with `load_model`; import writes with `s
 """
 
 import dataclasses
+import hashlib
+import shutil
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from gammalm.config import from_json, to_json, validate
-from gammalm.errors import CheckpointError
+from gammalm.errors import CheckpointError, ConfigError
 from gammalm.models.decoder import Model
 from gammalm.training.checkpoint import Checkpointer
 from gammalm.trees import nested
+
+IMPORTED = "imported"  # folder of the weights that a run begins from instead of drawing them; a checkpoint of step 0
+TOKENIZER = "tokenizer.model"
 
 
 @dataclasses.dataclass
 class Loaded:
     """One step of a run: its config, structure, parameters and buffers (nested dicts of arrays).
 
-    `tokenizer_sha256` identifies the tokenizer it was trained with; None: not known, as of an imported model.
+    `tokenizer_sha256` identifies the tokenizer it was trained with; None: not known, as of another's model.
     """
 
     config: object
@@ -34,33 +39,72 @@ class Loaded:
 def load_model(workdir: str | Path, step: int | None = None) -> Loaded:
     """The model of `step` (None: the newest) in the run folder `workdir`, on the first device; the optimizer's state is not read.
 
-    Raises CheckpointError where there is no such checkpoint or it is damaged, ConfigError for a folder without config.json.
+    Step 0 is an imported model. Raises CheckpointError where there is no such checkpoint or it is damaged, ConfigError for a folder that
+    is no run's.
     """
     workdir = Path(workdir)
+    if not (workdir / "config.json").exists():
+        run = next((folder for folder in workdir.absolute().parents[:2] if (folder / "config.json").exists()), None)
+        hint = f"The run is {run}; choose a step of it by its number." if run else "Name the folder of a run, its --workdir."
+        raise ConfigError(f"{workdir} holds no config.json. {hint}")
     config = validate(from_json(workdir / "config.json"))
     model = Model(config.model)
-    wanted = {
+    with Checkpointer(workdir / "checkpoints") as checkpointer:
+        steps = checkpointer.steps()
+        if step is None and not steps or step == 0:
+            found = restore_imported(workdir, _abstract(model))
+            if found is None:
+                raise CheckpointError(f"{workdir}/checkpoints holds no complete checkpoint. Train it first, or name another run.")
+            step, (tree, tokenizer) = 0, found
+        else:
+            step = steps[-1] if step is None else step
+            tree, extra = checkpointer.restore_part(step, _abstract(model))
+            tokenizer = extra["tokenizer"]
+    return Loaded(config, model, tree["params"], tree["buffers"], step, tokenizer)
+
+
+def restore_imported(workdir: Path, abstract: dict) -> tuple[dict, str | None] | None:
+    """({"params", "buffers"}, hash of the tokenizer or None) that import left in `workdir`; None where it left nothing.
+
+    `abstract` has the same two trees of jax.ShapeDtypeStruct. Raises CheckpointError where the files are damaged.
+    """
+    if not (workdir / IMPORTED).exists():
+        return None
+    with Checkpointer(workdir / IMPORTED) as checkpointer:
+        tree, extra = checkpointer.restore(0, {name: abstract[name] for name in ("params", "buffers")})
+    return tree, extra["tokenizer"]
+
+
+def require_no_run(workdir: str | Path) -> None:
+    """Raises CheckpointError if a run is in `workdir`."""
+    if any((Path(workdir) / name).exists() for name in ("config.json", "checkpoints", "metrics.jsonl")):
+        raise CheckpointError(f"{workdir} holds a run already. Choose another folder.")
+
+
+def save_model(workdir: str | Path, config, params: dict, buffers: dict, tokenizer: str | Path | None = None) -> None:
+    """Makes `workdir` a run at step 0 whose weights are `params` and `buffers`; training it begins from them with a fresh optimizer.
+
+    `tokenizer`: the file of the model's tokenizer, copied. config.json is written last: a folder without it is no run, and saving again
+    begins anew. Raises CheckpointError if a run is in it already.
+    """
+    workdir = Path(workdir)
+    require_no_run(workdir)
+    shutil.rmtree(workdir / IMPORTED, ignore_errors=True)  # what an interrupted import left
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{workdir} cannot be made ({error.strerror}). Choose another folder.") from error
+    sha256 = None
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, workdir / TOKENIZER)
+        sha256 = hashlib.sha256((workdir / TOKENIZER).read_bytes()).hexdigest()
+    with Checkpointer(workdir / IMPORTED) as checkpointer:
+        checkpointer.save(0, {"params": params, "buffers": buffers}, {"tokenizer": sha256})
+    to_json(config, workdir / "config.json")
+
+
+def _abstract(model: Model) -> dict:
+    return {
         "params": nested({path: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for path, spec in model.specs.items()}),
         "buffers": model.buffers,
     }
-    with Checkpointer(workdir / "checkpoints") as checkpointer:
-        steps = checkpointer.steps()
-        if not steps:
-            raise CheckpointError(f"{workdir}/checkpoints holds no complete checkpoint. Train it first, or name another run.")
-        step = steps[-1] if step is None else step
-        found, extra = checkpointer.restore_part(step, wanted)
-    return Loaded(config, model, found["params"], found["buffers"], step, extra["tokenizer"])
-
-
-def save_model(workdir: str | Path, config, params: dict, buffers: dict) -> None:
-    """Makes `workdir` a run at step 0 whose weights are `params` and `buffers`; training it begins from them with a fresh optimizer.
-
-    Raises CheckpointError if a run is in it already.
-    """
-    workdir = Path(workdir)
-    if (workdir / "checkpoints").exists() or (workdir / "config.json").exists():
-        raise CheckpointError(f"{workdir} holds a run already. Choose another folder.")
-    workdir.mkdir(parents=True, exist_ok=True)
-    to_json(config, workdir / "config.json")
-    with Checkpointer(workdir / "checkpoints") as checkpointer:
-        checkpointer.save(0, {"params": params, "buffers": buffers}, {"seconds": 0.0, "error": None, "tokenizer": None})

@@ -23,6 +23,7 @@ from gammalm.sharding import processes
 from gammalm.sharding.devices import peak_flops
 from gammalm.training.checkpoint import Checkpointer
 from gammalm.training.diagnose import first_fault
+from gammalm.training.load import restore_imported
 from gammalm.training.preemption import Notice, Preempted
 from gammalm.training.program import Programs
 from gammalm.training.step import scalars
@@ -134,29 +135,29 @@ class _Group:
     def _restore(self):
         """(step, state, seconds each spent before) from the newest step that all lanes have; from the beginning where there is none.
 
-        A lane that is further (it was trained alone before) repeats steps: they come out the same. A step 0 is an imported model.
+        A lane that is further (it was trained alone before) repeats steps: they come out the same. The beginning is γ-initialization, or
+        the weights of an imported model.
         """
-        taken = [c.restore_latest(self.program.abstract_state) if max(c.agreed_steps(), default=0) else None for c in self.checkpointers]
+        taken = [c.restore_latest(self.program.abstract_state) for c in self.checkpointers]
         newest = min((restored[0] if restored else 0) for restored in taken)
         there = [c.agreed_steps() for c in self.checkpointers]
         common = max(set.intersection(*map(set, there)) & set(range(newest + 1)), default=0)
         self.saved = [max(steps, default=-1) for steps in there]
         states, seconds = [], 0.0
-        for lane, checkpointer, steps, restored in zip(self.lanes, self.checkpointers, there, taken, strict=True):
+        for lane, checkpointer, restored in zip(self.lanes, self.checkpointers, taken, strict=True):
             if common:
                 step, state, extra = restored
                 if step != common:
                     state, extra = checkpointer.restore(common, self.program.abstract_state)
                 seconds = max(seconds, extra["seconds"])
-                lane.error = extra["error"]
+                lane.error, tokenizer = extra["error"], extra["tokenizer"]
             else:
-                state, extra = self.program.init(lane.config), {"tokenizer": None}
-                if 0 in steps:
-                    weights = {name: self.program.abstract_state[name] for name in ("params", "buffers")}
-                    weights, extra = checkpointer.restore_part(0, weights)
+                state, tokenizer = self.program.init(lane.config), None
+                if imported := restore_imported(lane.run.workdir, self.program.abstract_state):
+                    weights, tokenizer = imported
                     state |= weights
             states.append(state)
-            if extra["tokenizer"] not in (None, lane.train.tokenizer_sha256):
+            if tokenizer not in (None, lane.train.tokenizer_sha256):
                 raise DataError(
                     f"{lane.run.workdir}: its run began with another tokenizer than that of {lane.config.data.path}. Token numbers would "
                     "mean other text: give config.data.path the folder it began with, or choose another --workdir."

@@ -57,22 +57,27 @@ def loss_and_gradients(model, params, buffers, batch, norm_eps, micro_batches: i
     """Mean loss over the counted tokens of the whole batch, its fp32 gradients, the number of counted tokens, and the mixtures' measures.
 
     Micro-batches are weighted by their counted tokens: the result is that of one large batch. The gradients are those of the loss plus
-    the weighted balance loss, whose mean is over sequences and whose sum is over layers; measures (moe.measures) are sums over the batch.
+    the weighted balance loss, whose mean is over sequences that hold any token and whose sum is over layers. Measures are those of
+    moe.measures summed over the batch, but `balance` is that mean.
     """
     inputs, targets, weights, segments = split_batch(batch)
     count = jnp.sum(weights)
     weights = weights / jnp.maximum(count, 1)
     c = model.config
-    balance = c.moe.balance_loss / inputs.shape[0] if c.ffn == "moe" else 0.0
+    rows = inputs.shape[0] if segments is None else jnp.maximum(jnp.sum(jnp.any(segments > 0, axis=-1)), 1)
+    balance = c.moe.balance_loss / rows if c.ffn == "moe" else 0.0
 
     def loss_of(params, inputs, targets, weights, segments):
         loss, measured = model.bind(params, buffers).loss(inputs, targets, weights, segments, norm_eps)
         return loss + (balance * jnp.sum(measured["balance"]) if measured else 0.0), (loss, measured)
 
+    def mean_balance(measured):
+        return measured and measured | {"balance": measured["balance"] / rows}
+
     differentiate = jax.grad(loss_of, has_aux=True)
     if micro_batches == 1:
         gradients, (loss, measured) = differentiate(params, inputs, targets, weights, segments)
-        return loss, gradients, count, measured
+        return loss, gradients, count, mean_balance(measured)
 
     def cut(a):
         # Interleaved, so that each device keeps its own rows: [B, T] -> [M, B/M, T].
@@ -85,7 +90,7 @@ def loss_and_gradients(model, params, buffers, batch, norm_eps, micro_batches: i
     one = jax.eval_shape(differentiate, params, *jax.tree.map(lambda a: a[0], parts))
     zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), one)
     (gradients, (loss, measured)), _ = jax.lax.scan(accumulate, zero, parts)
-    return loss, gradients, count, measured
+    return loss, gradients, count, mean_balance(measured)
 
 
 def move_bias(bias_LE, load_LE, rate: float):
@@ -101,7 +106,7 @@ def load_measures(measured) -> dict:
     """What is logged of the mixtures, per layer [L]: entropy of the load as a share of ln E, largest, smallest and mean ratio, drops."""
     load_LE = measured["load"].astype(jnp.float32)
     share = load_LE / jnp.maximum(jnp.sum(load_LE, axis=-1, keepdims=True), 1)
-    entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1) / math.log(max(load_LE.shape[-1], 2))
+    entropy = 0.0 - jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1) / math.log(max(load_LE.shape[-1], 2))
     return {
         "load_entropy": entropy,
         "load_max": jnp.max(share, axis=-1) * load_LE.shape[-1],
@@ -146,8 +151,7 @@ def make_step(model, config):
         if measured:
             bias_LE = move_bias(buffers["layers"]["ffn"]["bias"], measured["load"], config.model.moe.bias_rate)
             new["buffers"] = {"layers": {"ffn": {"bias": bias_LE}}}
-            sequences = batch["tokens"].shape[0]
-            found |= load_measures(measured) | {"balance": measured["balance"] / sequences}
+            found |= load_measures(measured) | {"balance": measured["balance"]}
         halted = state["halted"] | ~jnp.isfinite(loss) | ~jnp.isfinite(norm)
         kept = {name: state[name] for name in new}
         state = jax.tree.map(lambda n, o: jnp.where(halted, o, n), new, kept) | {"halted": halted}

@@ -19,6 +19,7 @@ from gammalm.files import append_jsonl, read_jsonl, write_json_atomic, write_tex
 from gammalm.initializers import init_table
 from gammalm.quiet_tf import import_tensorflow
 from gammalm.sharding import processes
+from gammalm.training.load import IMPORTED
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -57,27 +58,22 @@ def _commit() -> str:
 def prepare(workdir: Path, config, specs) -> None:
     """Makes the folder and records config and init table. Raises ConfigError if another config's run is in it.
 
-    An imported model that no step was taken from fixes `model` alone: its data, schedule and batch are free, its init table is none.
+    An imported model that no step was taken from fixes `model` alone: data, schedule and batch are free. It was not drawn: no init table.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    saved = workdir / "config.json"
-    if saved.exists() and ((workdir / "checkpoints").exists() or read_jsonl(workdir / "metrics.jsonl")):  # else no step was taken
+    saved, imported = workdir / "config.json", (workdir / IMPORTED).exists()
+    begun = (workdir / "checkpoints").exists() or read_jsonl(workdir / "metrics.jsonl")
+    if saved.exists() and (begun or imported):
         before, now = leaves(from_json(saved)), leaves(config)
-        free = [name for name in now if name in MAY_CHANGE or (_imported(workdir) and not name.startswith("model."))]
+        free = [name for name in now if name in MAY_CHANGE or not (begun or name.startswith("model."))]
         differing = [name for name in now if name not in free and before.get(name) != now[name]]
         if differing:
             pairs = ", ".join(f"{name} {before.get(name)!r} -> {now[name]!r}" for name in differing[:5])
             raise ConfigError(f"{workdir} holds a run with another config ({pairs}). Choose another --workdir, or the same config.")
     to_json(config, saved)
-    if not _imported(workdir):
+    if not imported:
         c = config.model
         write_json_atomic(workdir / "init_table.json", init_table(specs, config.init, d_model=c.d_model, n_layers=c.n_layers))
-
-
-def _imported(workdir: Path) -> bool:
-    """Whether the folder holds nothing but the weights of an imported model (load.save_model): step 0, which no training run saves."""
-    folder = workdir / "checkpoints"
-    return folder.exists() and sorted(path.name for path in folder.iterdir()) == ["000000000"]
 
 
 class Metrics:

@@ -1,5 +1,6 @@
 """Config files: typed arguments, overrides, where files are looked for, the checks of values, saving and reading back."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -193,6 +194,51 @@ def test_every_config_is_valid_in_every_size(name, tmp_path):
     assert again == config and again.is_locked
     assert {n: type(v) for n, v in leaves(again).items()} == {n: type(v) for n, v in leaves(config).items()}
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("leaf, kind, needed", [("attention", "mla", "mla.kv_rank"), ("ffn", "moe", "moe.top_k")])
+def test_a_kind_is_chosen_with_the_config(leaf, kind, needed):
+    config = load_config("lm:size=tiny", [(f"model.{leaf}", kind)])
+    with pytest.raises(ConfigError, match=rf"(?s)model.{leaf}='{kind}' needs .*model.{needed}.*not as an override"):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    "spec, changes, told",
+    [
+        ("lm:size=tiny-moe", {"model.ffn": "dense"}, r"model.moe.n_experts.*nothing reads this under .*model.ffn='dense'"),
+        ("lm:size=tiny,attention=mla", {"model.attention": "mha"}, "needs model.n_kv_heads"),
+    ],
+)
+def test_leaves_that_nothing_reads_are_refused(spec, changes, told):
+    with pytest.raises(ConfigError, match=told):
+        validate(load_config(spec, list(changes.items())))
+
+
+def test_a_saved_config_with_unknown_leaves_is_refused(tmp_path):
+    config = load_config("lm:size=tiny").to_dict()
+    config["mesh"]["exprt"] = 2
+    config["modle"] = {"gate": "none"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="mesh.exprt, modle.gate: nothing reads this"):
+        validate(load_config(str(tmp_path / "config.json")))
+    (tmp_path / "checksums.json").write_text('{"a.b": 1}')
+    with pytest.raises(ConfigError, match="is no saved config"):
+        load_config(str(tmp_path / "checksums.json"))
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"top_k": 17}, "top_k=17 is more than model.moe.n_experts=16"),
+        ({"first_k_dense": 2}, "first_k_dense=2 leaves none of model.n_layers=2"),
+        ({"score": "tanh"}, "one of sigmoid, softmax"),
+        ({"d_expert": 0, "bias_rate": -1.0}, "(?s)d_expert=0 must be.*bias_rate=-1.0 must be"),
+    ],
+)
+def test_mixtures_that_cannot_be(changes, told):
+    with pytest.raises(ConfigError, match=told):
+        validate(load_config("lm:size=tiny-moe", [(f"model.moe.{name}", value) for name, value in changes.items()]))
 
 
 @pytest.mark.parametrize("name", [name for name in available() if name.startswith("grids/")])

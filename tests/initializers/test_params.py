@@ -25,7 +25,9 @@ def draw(decoder_specs, init_config):
     """Function: (specs, seed, dtype, config changes) -> {path: array}."""
 
     def make(specs=None, seed=0, dtype=jnp.float32, **changes):
-        return flat(init_params(specs or decoder_specs(), init_config(**changes), seed, dtype=dtype, **SIZES))
+        specs = specs or decoder_specs()
+        depth = max(spec.layers for spec in specs.values()) or SIZES["n_layers"]
+        return flat(init_params(specs, init_config(**changes), seed, dtype=dtype, **(SIZES | {"n_layers": depth})))
 
     return make
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from gammalm.config import load_config
 from gammalm.errors import ConfigError
 from gammalm.initializers import PRESETS, ParamSpec, format_table, init_table
+from gammalm.models.decoder import param_specs
 
 D, L, F, V, HEADS = 64, 4, 160, 256, 96  # width, layers, ffn, vocabulary, heads × head size
 SIZES = dict(d_model=D, n_layers=L)
@@ -162,8 +164,8 @@ BAD = {
     "q": "is no rule",
     "q=": "is no rule",
     "(q=ones": "no regular expression",
-    "ffn/down[7:]=ones": "4 stacked layers, and none of them",
-    "embed/table[0]=ones": "0 stacked layers, and none of them",
+    "ffn/down[7:]=ones": "has layers 0 to 3 of 4, and none of them",
+    "embed/table[0]=ones": "has layers none of 4, and none of them",
     "final_norm/gain=gamma_normal": "final_norm/gain: .*needs a fan-in",
     3: "is no rule",
 }
@@ -235,3 +237,26 @@ def test_golden_table_of_the_125m_model(decoder_specs, init_config, preset):
     if os.environ.get("GAMMALM_UPDATE_GOLDEN") == "1":
         golden.write_text(text, encoding="utf-8")
     assert text == golden.read_text(encoding="utf-8")
+
+
+def test_layers_are_those_of_the_model_where_there_are_two_stacks():
+    """Four layers, the first one dense: the rule's numbers go over both stacks, and so do those of the printed table."""
+    c = load_config("lm:size=tiny-moe", [("model.n_layers", 4), ("model.moe.first_k_dense", 1)])
+    with c.unlocked():
+        c.init.rules = ("attn/q[0]=zeros", "attn/k[-1]=zeros", "attn/v[1:3]=zeros")
+    rows = {row["path"]: row for row in init_table(param_specs(c.model), c.init, d_model=64, n_layers=4)}
+
+    def zeroed(name):
+        found = []
+        for stack in ("dense_layers", "layers"):
+            row = rows[f"{stack}/attn/{name}"]
+            sigmas = row["sigma"] if isinstance(row["sigma"], list) else [row["sigma"]] * row["layers"]
+            found += [row["first_layer"] + i for i, sigma in enumerate(sigmas) if sigma == 0]
+        return found
+
+    assert [zeroed(name) for name in ("q", "k", "v")] == [[0], [3], [1, 2]]
+    assert "layers/attn/k[1:3]" in format_table(list(rows.values())) and "layers/attn/k[3:4]" in format_table(list(rows.values()))
+    with c.unlocked():
+        c.init.rules = ("attn/q[4]=zeros",)
+    with pytest.raises(ConfigError, match="layers 0 to 0 or 1 to 3 of 4"):
+        init_table(param_specs(c.model), c.init, d_model=64, n_layers=4)

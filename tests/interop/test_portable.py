@@ -89,10 +89,24 @@ def test_foreign_configs_are_refused():
     good = portable.hf_config(built("mla")[0], dtype="float32", seq_len=128, eos_token_id=1)
     with pytest.raises(DataError, match="llama"):
         portable.model_config(good | {"model_type": "llama"})
-    with pytest.raises(DataError, match="missing norm_eps, mla"):
+    with pytest.raises(DataError, match="norm_eps is missing, mla is missing"):
         portable.model_config({k: v for k, v in good.items() if k not in ("mla", "norm_eps")})
-    with pytest.raises(DataError, match="attention='ssm'"):
-        portable.model_config(good | {"attention": "ssm"})
+    for odd in ("ssm", ["mla"], None):
+        with pytest.raises(DataError, match="attention="):
+            portable.model_config(good | {"attention": odd})
+    for key, odd in (("mla", [1]), ("mla", 3), ("norm_eps", {}), ("d_ff", [20])):
+        with pytest.raises(DataError, match=f"{key}="):
+            portable.model_config(good | {key: odd})
+
+
+@pytest.mark.parametrize("group, name", [("mla", "mla"), ("moe", "mha-moe, elementwise")])
+def test_groups_of_leaves_are_complete(group, name):
+    good = portable.hf_config(built(name)[0], dtype="float32", seq_len=128, eos_token_id=1)
+    for leaf in good[group]:
+        with pytest.raises(DataError, match=f"{group}.{leaf} is missing"):
+            portable.model_config(good | {group: {k: v for k, v in good[group].items() if k != leaf}})
+    with pytest.raises(DataError, match=f"{group}.n_group is not known"):
+        portable.model_config(good | {group: good[group] | {"n_group": 2}})
 
 
 def test_the_modelling_file_stands_alone(tmp_path):

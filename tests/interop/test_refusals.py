@@ -1,7 +1,9 @@
 """What cannot be represented is refused with the reason, in both directions, and leaves nothing behind."""
 
+import errno
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,10 +67,49 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "mine"]
 
 
-def test_a_failed_export_leaves_nothing(tmp_path):
+def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):
     config = config_of(HEADS)
-    with pytest.raises(Exception, match="tokenizer"):
-        export_hf(config, *random_model(config), tmp_path / "out", tokenizer=tmp_path / "no tokenizer here")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    before = sorted(tmp_path.rglob("*"))
+    for out, reason in [
+        (tmp_path / "link", "symbolic link"),
+        (tmp_path / "dangling", "symbolic link"),
+        (tmp_path / "file" / "below", "file is no folder"),
+        (tmp_path / "file" / "far" / "below", "file is no folder"),
+        (tmp_path / ("n" * 300), "too long"),
+        (tmp_path / ("n" * 250), "too long"),  # too long for the folder it is made as
+        (Path("/proc/nothing/there"), "cannot be made"),
+    ]:
+        with pytest.raises(ConfigError, match=reason) as refused:
+            export_hf(config, *random_model(config), out)
+        assert str(out) in str(refused.value)
+    monkeypatch.setattr("os.access", lambda *_: False)  # whoever tests may write everywhere
+    with pytest.raises(ConfigError, match="not writable"):
+        export_hf(config, *random_model(config), tmp_path / "out")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_no_room_for_the_folder_stays_a_full_disk(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    config = config_of(HEADS)
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(OSError, match="No space left"):
+        export_hf(config, *random_model(config), tmp_path / "out")
+
+
+def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    config = config_of(HEADS)
+    monkeypatch.setattr("gammalm.interop.export.to_json", full)  # after the weights
+    with pytest.raises(OSError, match="No space left"):
+        export_hf(config, *random_model(config), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -99,6 +140,11 @@ MISFITS = [
     (LLAMA, {"model_type": "gpt2"}, "what can be imported is llama, mistral"),
     (LLAMA, {"model_type": "REMOVED"}, "model_type None"),
     (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM is the language model"),
+    (LLAMA, {"model_type": ["llama"]}, "model_type ['llama']"),
+    (LLAMA, {"dtype": ["float32"]}, "dtype=['float32'] is no text"),
+    (LLAMA, {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is no boolean"),
+    (LLAMA, {"rope_theta": "500", "rope_parameters": None}, "rope_theta='500' is no number above 0"),
+    (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is no number"),
     (LLAMA, {"hidden_size": "REMOVED"}, "hidden_size is missing"),
     (LLAMA, {"num_attention_heads": 0}, "num_attention_heads=0 is no whole number of at least 1"),
     (LLAMA, {"vocab_size": "50"}, "vocab_size='50' is no whole number"),
@@ -118,6 +164,8 @@ MISFITS = [
     (MISTRAL, {"sliding_window": 6}, "sliding_window=6"),
     (MISTRAL, {"sliding_window": "REMOVED", "max_position_embeddings": 8192}, "sliding_window=4096"),
     (MISTRAL, {"num_key_value_heads": "REMOVED"}, "num_key_value_heads is missing"),
+    (MISTRAL, {"sliding_window": "6"}, "sliding_window='6' is no whole number"),
+    (QWEN, {"layer_types": 2}, "layer_types=2 is no list"),
     (QWEN, {"use_sliding_window": True}, "use_sliding_window=True"),
     (QWEN, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     (NEXT, {"layer_types": "REMOVED"}, "full_attention_interval"),
@@ -125,9 +173,18 @@ MISFITS = [
     (NEXT, {"mlp_only_layers": [0], "num_experts": 4}, "layers [1] hold experts"),
     (NEXT, {"partial_rotary_factor": "REMOVED", "rope_parameters": ROPE}, "partial_rotary_factor=0.25"),
     (GLM, {"partial_rotary_factor": "REMOVED", "rope_parameters": ROPE}, "partial_rotary_factor=0.5"),
+    (NEXT, {"mlp_only_layers": 1}, "mlp_only_layers=1 is no list"),
+    (NEXT, {"mlp_only_layers": [], "num_experts": "4"}, "num_experts='4' is no whole number"),
+    (NEXT, {"mlp_only_layers": [], "num_experts": 4, "decoder_sparse_step": 0}, "decoder_sparse_step=0 is no whole number of at least 1"),
+    (GLM, {"use_qk_norm": "no"}, "use_qk_norm='no' is no boolean"),
+    (GLM, {"first_k_dense_replace": "1"}, "first_k_dense_replace='1' is no whole number"),
+    (GLM, {"n_shared_experts": [1]}, "n_shared_experts=[1] is no whole number"),
     (GLM, {"norm_topk_prob": False}, "norm_topk_prob=False"),
     (GLM, {"n_group": 2, "topk_group": 1}, "n_group=2"),
     (GLM, {"n_routed_experts": "REMOVED"}, "n_routed_experts is missing"),
+    (DEEPSEEK, {"q_lora_rank": "REMOVED"}, "q_lora_rank is missing"),
+    (DEEPSEEK, {"q_lora_rank": "11"}, "q_lora_rank='11' is no whole number"),
+    (DEEPSEEK, {"rope_interleave": "no"}, "rope_interleave='no' is no boolean"),
     (DEEPSEEK, {"n_group": "REMOVED"}, "n_group=8"),
     (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
     (DEEPSEEK, {"topk_method": "greedy"}, "topk_method='greedy'"),
@@ -145,6 +202,23 @@ def test_a_model_that_ours_is_not(name, keys, reason, exported):
     with pytest.raises(ConfigError) as refused:
         import_hf(folder)
     assert reason in str(refused.value) and str(folder) in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [LLAMA, MISTRAL, QWEN, NEXT, GLM, DEEPSEEK, "own: softmax router"])
+def test_odd_values_of_any_key(name, exported):
+    """Each key of config.json with a value of every type is taken (then the weights are looked for) or refused in a message."""
+    folder = exported(name)
+    path, weights = folder / "config.json", folder / "model.safetensors"
+    weights.unlink()
+    hf = json.loads(path.read_text())
+    more = "rope_scaling sliding_window partial_rotary_factor decoder_sparse_step num_experts layer_types mlp_only_layers".split()
+    for key in [*hf, *more]:
+        for odd in (None, 0, -1, 1.5, float("nan"), "x", True, [], [1], {"a": 1}):
+            path.write_text(json.dumps(hf | {key: odd}))
+            with pytest.raises(GammalmError) as refused:
+                import_hf(folder)
+            said = str(refused.value)
+            assert key in said or "model." in said or "is it a model folder" in said, (key, odd, said)
 
 
 def test_every_misfit_is_listed(exported):
@@ -239,6 +313,14 @@ def test_files_that_are_missing_or_damaged(exported):
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match="config.json cannot be read"):
         import_hf(folder)
+
+
+def test_the_single_file_is_read_before_an_index(exported):
+    """As transformers 5.24 does (modeling_utils._get_resolved_checkpoint_files): an index may be left of an older save."""
+    folder = exported(LLAMA)
+    before = import_hf(folder)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "model-00001-of-00002.safetensors"}}))
+    assert same(import_hf(folder).params, before.params)
 
 
 def test_an_own_export_that_was_cut(tmp_path):

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from gammalm.config import load_config
 from gammalm.data.tokenizer import Tokenizer, train
-from gammalm.errors import DataError
-from gammalm.interop.tokenizer import write_tokenizer
+from gammalm.errors import ConfigError, DataError
+from gammalm.interop.export import export_hf
+from gammalm.interop.tokenizer import read_tokenizer, write_tokenizer
 
 from ..data.test_tokenizer import DIFFICULT, random_text
+from .cases import random_model
 
 ENGLISH = "the cat sat on the mat\n    and purred\tloudly;\n\t\tif x == 10:  return  y # --------\n"
 CHINESE = "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少。"
@@ -123,7 +126,22 @@ def test_faults_are_named(tmp_path):
     with pytest.raises(DataError, match="no SentencePiece model"):
         write_tokenizer(b"not a model", tmp_path)
     with pytest.raises(DataError, match="cannot be read"):
-        write_tokenizer(tmp_path / "absent.model", tmp_path)
+        read_tokenizer(tmp_path / "absent.model", vocab_size=1000)
+    (tmp_path / "text.model").write_text("not a model")
+    with pytest.raises(DataError, match="text.model is no SentencePiece model"):
+        read_tokenizer(tmp_path / "text.model", vocab_size=1000)
+
+
+def test_a_tokenizer_that_is_not_the_models(tmp_path):
+    model = spm(vocab_size=400, eos_id=3, bos_id=-1)
+    (tmp_path / "some.model").write_bytes(model)
+    size, sha256 = Tokenizer(model).vocab_size, Tokenizer(model).sha256
+    assert read_tokenizer(tmp_path / "some.model", vocab_size=size, sha256=sha256) == (model, 3)
+    assert read_tokenizer(tmp_path / "some.model", vocab_size=size + 50) == (model, 3)
+    with pytest.raises(ConfigError, match=f"some.model has {size} tokens, the model {size - 1}"):
+        read_tokenizer(tmp_path / "some.model", vocab_size=size - 1, sha256=sha256)
+    with pytest.raises(ConfigError, match="some.model is another tokenizer"):
+        read_tokenizer(tmp_path / "some.model", vocab_size=size, sha256=Tokenizer(spm()).sha256)
 
 
 @pytest.mark.parity
@@ -145,14 +163,26 @@ def test_transformers_gives_our_ids_and_the_text_back(exported, name):
 
 
 @pytest.mark.parity
+def test_beside_our_own_modelling_file(exported, tmp_path, monkeypatch):
+    """transformers reads the model's config first, which is code of the folder: the call of docs/huggingface.md."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    config = load_config("lm:size=tiny,vocab=1000")
+    ours, folder = exported["mixed"]
+    export_hf(config, *random_model(config), tmp_path / "out", target="gammalm", tokenizer=folder / "tokenizer.model")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    for text, ids in zip(TEXTS, ours.encode(TEXTS), strict=True):
+        assert theirs(text)["input_ids"] == ids, repr(text[:200])
+
+
+@pytest.mark.parity
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "glm4_moe", "deepseek_v3", "mistral", "qwen3", "olmo2"])
 def test_the_model_beside_it_does_not_change_the_tokenizer(corpus, tmp_path, model_type):
     transformers = pytest.importorskip("transformers")
-    write_tokenizer(corpus[0] / "tokenizer.model", tmp_path)
+    write_tokenizer((corpus[0] / "tokenizer.model").read_bytes(), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     ours, theirs = Tokenizer.load(corpus[0] / "tokenizer.model"), transformers.AutoTokenizer.from_pretrained(tmp_path)
     saved = theirs.save_pretrained(tmp_path / "again") and transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
     texts = [*TEXTS, *(json.loads(line)["text"] for line in (corpus[0].parent / "corpus.jsonl").read_text("utf-8").splitlines()[:200])]
     for text, ids in zip(texts, ours.encode(texts), strict=True):
         assert theirs(text)["input_ids"] == saved(text)["input_ids"] == ids, repr(text[:200])
-

@@ -190,5 +190,3 @@ def test_gradients_of_one_step(name, tmp_path):
         assert np.abs(ours - reference).max() <= 1e-4 * np.abs(reference).max(), entry.name
         checked.add(entry.name)
     assert checked == theirs.keys()
-
-

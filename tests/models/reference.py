@@ -123,7 +123,8 @@ def mixture(n_TD, ffn, bias_E, c, valid_T):
     m = c.moe
     z = n_TD @ ffn["router"]
     s_TE = sigmoid(z) if m.score == "sigmoid" else np.exp(log_softmax(z))
-    y, load, mean, margin = np.zeros_like(n_TD), np.zeros(m.n_experts), np.zeros(m.n_experts), np.inf
+    y, load, preferred, mean = np.zeros_like(n_TD), *np.zeros((3, m.n_experts))
+    margin = np.inf
     for t, s in enumerate(s_TE):
         if m.n_shared:
             y[t] += swiglu(n_TD[t], ffn["shared"])
@@ -132,13 +133,16 @@ def mixture(n_TD, ffn, bias_E, c, valid_T):
         order = np.argsort(-(s + bias_E))
         chosen = order[: m.top_k]
         if m.top_k < m.n_experts:
-            margin = min(margin, (s + bias_E)[chosen[-1]] - (s + bias_E)[order[m.top_k]])
+            for values in (s, s + bias_E):
+                ranked = -np.sort(-values)
+                margin = min(margin, ranked[m.top_k - 1] - ranked[m.top_k])
         for e in chosen:
             gate = m.route_scale * s[e] / s[chosen].sum()
             y[t] += gate * swiglu(n_TD[t], {name: w[e] for name, w in ffn["experts"].items()})
             load[e] += 1
+        preferred[np.argsort(-s)[: m.top_k]] += 1  # the balance loss looks at affinities alone, without the bias
         mean += s / s.sum() / max(valid_T.sum(), 1)
-    frequency = load * m.n_experts / (m.top_k * max(valid_T.sum(), 1))
+    frequency = preferred * m.n_experts / (m.top_k * max(valid_T.sum(), 1))
     return y, load, (frequency * mean).sum(), margin
 
 
@@ -182,15 +186,16 @@ def logits_of(params, c, tokens_T, segments_T=None, buffers=None):
 def mean_loss(params, c, tokens_BS, segments_BS=None, buffers=None):
     """Mean next-token loss of sequences of T + 1 tokens over what counts: inside one document, never padding (segment 0).
 
-    Plus, of mixtures, the weighted balance loss: mean over sequences, sum over layers.
+    Plus, of mixtures, the weighted balance loss: mean over sequences that hold any token, sum over layers.
     """
-    total, count, balance = 0.0, 0, 0.0
+    total, count, balance, rows = 0.0, 0, 0.0, 0
     for b, tokens in enumerate(tokens_BS):
         segments = None if segments_BS is None else segments_BS[b]
         z, measured = forward(params, c, tokens[:-1], None if segments is None else segments[:-1], buffers)
         logp = log_softmax(z)
-        balance += sum(found[1] for found in measured) / len(tokens_BS)
+        balance += sum(found[1] for found in measured)
+        rows += segments is None or bool((segments[:-1] > 0).any())
         for t in range(len(tokens) - 1):
             if segments is None or (segments[t + 1] == segments[t] and segments[t + 1] > 0):
                 total, count = total - logp[t, tokens[t + 1]], count + 1
-    return total / count + (c.moe.balance_loss * balance if c.ffn == "moe" else 0.0)
+    return total / count + (c.moe.balance_loss * balance / rows if c.ffn == "moe" else 0.0)

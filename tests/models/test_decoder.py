@@ -86,7 +86,7 @@ def test_gradient_is_the_slope_of_the_reference_loss(built, name):
     loss, gradients, count, measured = jax.jit(lambda p: loss_and_gradients(b.model, p, b.buffers, batch, b.eps, 1))(b.params)
     assert float(count) == 3 + 4 + 3 + 8 + 1  # targets inside their document; the padding is none
     objective = functools.partial(reference.mean_loss, c=b.config.model, tokens_BS=tokens(), segments_BS=SEGMENTS, buffers=b.buffers)
-    balance = b.config.model.moe.balance_loss * measured["balance"].sum() / 2 if measured else 0.0
+    balance = b.config.model.moe.balance_loss * measured["balance"].sum() if measured else 0.0
     assert float(loss + balance) == pytest.approx(objective(b.params), rel=1e-5)
     rng = np.random.default_rng(3)
     flat, structure = jax.tree.flatten(jax.tree.map(lambda a: np.asarray(a, np.float64), b.params))

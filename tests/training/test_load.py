@@ -1,5 +1,7 @@
 """Models read from runs and written as the beginning of one; and that a mixture's run goes on from its checkpoint as if never stopped."""
 
+import hashlib
+import re
 import shutil
 
 import jax
@@ -9,7 +11,7 @@ import pytest
 
 from gammalm.config import apply_overrides, load_config, validate
 from gammalm.data.load import open_split
-from gammalm.errors import CheckpointError, ConfigError
+from gammalm.errors import CheckpointError, ConfigError, DataError
 from gammalm.files import read_jsonl
 from gammalm.models.decoder import Model
 from gammalm.training.checkpoint import Checkpointer
@@ -89,8 +91,11 @@ def _flat(tree):
 
 
 def test_what_cannot_be_loaded(whole, tmp_path):
-    with pytest.raises(ConfigError, match="config.json"):
+    with pytest.raises(ConfigError, match="holds no config.json. Name the folder of a run, its --workdir"):
         load_model(tmp_path)
+    for inside in (whole / "checkpoints", whole / "checkpoints" / "000000004"):
+        with pytest.raises(ConfigError, match=f"The run is {re.escape(str(whole))}; choose a step"):
+            load_model(inside)
     with pytest.raises(CheckpointError, match="no step 3"):
         load_model(whole, 3)
     damaged = tmp_path / "damaged"
@@ -99,6 +104,69 @@ def test_what_cannot_be_loaded(whole, tmp_path):
     data.write_bytes(data.read_bytes()[:-1] + b"\x55\x55")
     with pytest.raises(CheckpointError, match="damaged"):
         load_model(damaged)
+
+
+def test_nothing_restarts_from_zero_unasked(config, programs, whole, tmp_path):
+    """Neither where every step has lost its checksums, nor where those of an imported model have: training stops and says so."""
+    run = shutil.copytree(whole, tmp_path / "run")
+    for seal in run.glob("checkpoints/*/checksums.json"):
+        seal.unlink()
+    with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
+        train([Run(config, run)], programs)
+    model = Model(config.model)
+    imported = tmp_path / "imported"
+    save_model(imported, config, *jax.tree.map(jnp.asarray, (random_params(model.specs), random_buffers(model))))
+    (imported / "imported" / "000000000" / "checksums.json").unlink()
+    with pytest.raises(CheckpointError, match="damaged"):
+        train([Run(config, imported)], programs)
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_model(imported)
+
+
+def test_an_interrupted_import_is_no_run(config, tmp_path, monkeypatch):
+    """Stopped while it saves: no config.json is left that training would take for a fresh run, and importing again works."""
+    model = Model(config.model)
+    weights = jax.tree.map(jnp.asarray, (random_params(model.specs), random_buffers(model)))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpointer, "save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save_model(tmp_path / "run", config, *weights)
+    assert not (tmp_path / "run" / "config.json").exists()
+    save_model(tmp_path / "run", config, *weights)
+    equal(load_model(tmp_path / "run").params, weights[0])
+
+
+def test_an_imported_run_begins_again_from_its_weights(config, programs, tmp_path):
+    """When its one step is damaged that is said; with its checkpoints moved away it takes the same steps from the imported weights."""
+    model = Model(config.model)
+    run = tmp_path / "run"
+    save_model(run, config, *jax.tree.map(jnp.asarray, (random_params(model.specs), random_buffers(model))))
+    train([Run(config, run)], programs)
+    rows = [row["loss"] for row in read_jsonl(run / "metrics.jsonl") if row["kind"] == "train"]
+    shutil.rmtree(run / "checkpoints" / "000000004")
+    data = max((run / "checkpoints" / "000000002").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
+        train([Run(config, run)], programs)
+    shutil.rmtree(run / "checkpoints")
+    train([Run(config, run)], programs)
+    assert [row["loss"] for row in read_jsonl(run / "metrics.jsonl") if row["kind"] == "train"] == rows
+
+
+def test_the_tokenizer_of_an_imported_model_is_held(config, programs, tmp_path):
+    model = Model(config.model)
+    other = tmp_path / "other.model"
+    other.write_bytes(b"another tokenizer")
+    weights = jax.tree.map(jnp.asarray, (random_params(model.specs), random_buffers(model)))
+    save_model(tmp_path / "run", config, *weights, tokenizer=other)
+    assert load_model(tmp_path / "run").tokenizer_sha256 == hashlib.sha256(other.read_bytes()).hexdigest()
+    assert (tmp_path / "run" / "tokenizer.model").read_bytes() == other.read_bytes()
+    with pytest.raises(DataError, match="another tokenizer"):
+        train([Run(config, tmp_path / "run")], programs)
 
 
 def test_training_begins_from_saved_weights(config, programs, tmp_path):

@@ -238,3 +238,13 @@ def test_mixtures_equal_the_one_device_reference(dense_mixture, name, micro_batc
     assert abs(before["buffers"]["layers"]["ffn"]["bias"]).max() > 0.04
     for ours, theirs in zip(*(jax.tree.leaves(state["params"]) for state in (after, before)), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_every_device_ranks_its_own_tokens():
+    """Left to the compiler, choosing experts would gather the affinities [B, T, E] of the whole batch on every device of a CPU mesh."""
+    c = mixture(MIXTURE_MESHES["fsdp, expert"])
+    p = Program(c, TOKEN_BYTES, devices=jax.devices()[:4])
+    with jax.set_mesh(p.mesh):
+        program = p._step.lower(p.abstract_state, p.put([batch(0)]), scalars(c)).compile()
+    moved = {shape for line in program.as_text().splitlines() for shape in collective_shapes(line)}
+    assert moved and (B, T, 8) not in moved

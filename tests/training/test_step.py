@@ -186,7 +186,8 @@ def test_the_bias_evens_the_load_out():
     """Repeated steps at learning rate 0 from a lopsided router: the largest load falls towards the mean. Without the bias it stays."""
     loads = {}
     for rate in (0.0, 0.02):
-        c = small_config(ffn="moe", model__moe__bias_rate=rate, model__moe__backend="dense", optimizer__learning_rate=0.0, batch__sequences=16)
+        how = dict(model__moe__bias_rate=rate, model__moe__backend="dense", optimizer__learning_rate=0.0)
+        c = small_config(ffn="moe", batch__sequences=16, **how)
         model = Model(c.model)
         state = init_state(model, c, 0)
         state["params"]["layers"]["ffn"]["router"] *= 3.0
