@@ -94,7 +94,7 @@ assert found[0] == found[1] and found[0][0] == c.train.steps
 '''
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_twenty_kills_leave_no_trace(corpus, tmp_path):
     c = config(corpus, 300, **{"train.checkpoint_every": 1, "train.validation_batches": 1, "batch.micro_batches": 1})
     (tmp_path / "config.json").write_text(c.to_json_best_effort())

@@ -22,7 +22,7 @@ from gammalm.training.program import Program, Programs
 
 from .test_loop import config
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 STEPS = 12
 SILENT_SECONDS = 8  # after which a process counts as dead here
 
