@@ -66,7 +66,7 @@ def test_logits_loss_and_gradients(name):
     their_loss = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), torch.from_numpy(tokens[:, 1:]).flatten())
     their_loss.backward()
     ours = jax.jit(lambda p: model.bind(p).logits(tokens[:, :-1], None, c.norm_eps))(params)
-    our_loss, gradients, _ = jax.jit(lambda p: loss_and_gradients(model, p, {"tokens": tokens}, c.norm_eps, 1))(params)
+    our_loss, gradients, *_ = jax.jit(lambda p: loss_and_gradients(model, p, {}, {"tokens": tokens}, c.norm_eps, 1))(params)
 
     theirs = theirs.detach().numpy()
     np.testing.assert_allclose(ours, theirs, atol=1e-4 * abs(theirs).max(), rtol=0)
