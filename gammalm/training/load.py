@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from gammalm.config import from_json, to_json, validate
+from gammalm.data.shards import TOKENIZER
 from gammalm.errors import CheckpointError, ConfigError
 from gammalm.models.decoder import Model
 from gammalm.training.checkpoint import Checkpointer
 from gammalm.trees import nested
 
 IMPORTED = "imported"  # folder of the weights that a run begins from instead of drawing them; a checkpoint of step 0
-TOKENIZER = "tokenizer.model"
 
 
 @dataclasses.dataclass

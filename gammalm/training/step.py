@@ -103,7 +103,8 @@ def move_bias(bias_LE, load_LE, rate: float):
 
 
 def load_measures(measured) -> dict:
-    """What is logged of the mixtures, per layer [L]: entropy of the load as a share of ln E, largest, smallest and mean ratio, drops."""
+    """What is logged of the mixtures, per layer [L]: entropy of the load as a share of ln E, largest and smallest load over the mean,
+    drops, balance loss."""
     load_LE = measured["load"].astype(jnp.float32)
     share = load_LE / jnp.maximum(jnp.sum(load_LE, axis=-1, keepdims=True), 1)
     entropy = 0.0 - jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1) / math.log(max(load_LE.shape[-1], 2))
@@ -112,6 +113,7 @@ def load_measures(measured) -> dict:
         "load_max": jnp.max(share, axis=-1) * load_LE.shape[-1],
         "load_min": jnp.min(share, axis=-1) * load_LE.shape[-1],
         "dropped": measured["dropped"],
+        "balance": measured["balance"],
     }
 
 
@@ -151,7 +153,7 @@ def make_step(model, config):
         if measured:
             bias_LE = move_bias(buffers["layers"]["ffn"]["bias"], measured["load"], config.model.moe.bias_rate)
             new["buffers"] = {"layers": {"ffn": {"bias": bias_LE}}}
-            found |= load_measures(measured) | {"balance": measured["balance"]}
+            found |= load_measures(measured)
         halted = state["halted"] | ~jnp.isfinite(loss) | ~jnp.isfinite(norm)
         kept = {name: state[name] for name in new}
         state = jax.tree.map(lambda n, o: jnp.where(halted, o, n), new, kept) | {"halted": halted}
