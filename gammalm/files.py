@@ -25,12 +25,17 @@ def sync_folder(path: str | os.PathLike) -> None:
 
 
 def write_text_atomic(path: str | os.PathLike, text: str) -> None:
-    """Writes UTF-8 `text` to `path`: a reader sees the old file or the new one, never a part. The folder must exist. Raises OSError."""
+    """`write_bytes_atomic` of UTF-8 `text`."""
+    write_bytes_atomic(path, text.encode())
+
+
+def write_bytes_atomic(path: str | os.PathLike, content: bytes) -> None:
+    """Writes `content` to `path`: a reader sees the old file or the new one, never a part. The folder must exist. Raises OSError."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "x", encoding="utf-8", newline="") as f:
-            f.write(text)
+        with open(temporary, "xb") as f:
+            f.write(content)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)

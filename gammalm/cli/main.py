@@ -21,6 +21,7 @@ COMMANDS = {
     "report": "write the report of a grid that has run",
     "figure": "one figure or table of the papers",
     "data": "prepare a corpus: tokenizer and token shards; look into one",
+    "analyze": "measure what a model does: attention sinks, residual flow, norms and more",
     "inspect": "a config's parameters and how each is initialized",
     "plan": "what a run would take on hardware that is not there: memory, time, price",
     "export": "write a trained model for Hugging Face transformers",

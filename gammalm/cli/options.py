@@ -10,11 +10,11 @@ from gammalm.errors import ConfigError
 PREFIX = "--config."
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` a required `--config SPEC`, and let it take `--config.NAME=VALUE` (`args.overrides`)."""
+def add_config(parser, required: bool = True) -> None:
+    """Give `parser`, or a group of it, `--config SPEC`, and let it take `--config.NAME=VALUE` (`args.overrides`)."""
     parser.add_argument(
         "--config",
-        required=True,
+        required=required,
         metavar="SPEC",
         help="a config by name or path, with its arguments: lm:size=tiny,gamma=1.0 or path/to/mine.py. "
         "Single values are changed with --config.NAME=VALUE, for instance --config.optimizer.learning_rate=1e-3",

@@ -62,6 +62,10 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q, eps), self.k_norm(k, eps)
         return rotate(q, angles), rotate(k, angles)
 
+    def norm_inputs(self, x_BTD):
+        """What its own norms normalise, by their names: measurements use it."""
+        return {"q_norm": product(x_BTD, self.q[...]), "k_norm": product(x_BTD, self.k[...])} if self.normed else {}
+
     def __call__(self, x_BTD, angles, segments_BT, eps):
         q_BTHK, k_BTGK = self.queries_keys(x_BTD, angles, eps)
         v_BTGK = product(x_BTD, self.v[...])

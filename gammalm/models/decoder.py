@@ -7,6 +7,7 @@ are dense has two stacks, `dense_layers` and `layers`, scanned one after the oth
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,19 +41,33 @@ class Block(nnx.Module):
         self.mixed = ffn == "moe"
         self.ffn = MoE(c) if self.mixed else SwiGLU(c.d_model, c.d_ff)
 
-    def attend(self, x_BTD, angles, segments_BT, eps):
-        """The stream after the attention branch."""
-        normed = self.attn_norm(x_BTD, eps).astype(self.dtype)
-        return x_BTD + self.attn(normed, angles, segments_BT, eps).astype(x_BTD.dtype)
+    def attention_branch(self, x_BTD, angles, segments_BT, eps):
+        """What attention adds to the stream, in the compute dtype."""
+        return self.attn(self.attn_norm(x_BTD, eps).astype(self.dtype), angles, segments_BT, eps)
 
-    def feed(self, x_BTD, segments_BT, eps):
-        """The stream after the feed-forward branch, and what a mixture measured on the way (moe.measures; empty without one)."""
+    def ffn_branch(self, x_BTD, segments_BT, eps):
+        """What the feed-forward layer adds to the stream, in the compute dtype, and what a mixture measured on the way (moe.measures; empty
+        without one)."""
         normed = self.ffn_norm(x_BTD, eps).astype(self.dtype)
-        y_BTD, measured = self.ffn(normed, segments_BT) if self.mixed else (self.ffn(normed), {})
-        return x_BTD + y_BTD.astype(x_BTD.dtype), measured
+        return self.ffn(normed, segments_BT) if self.mixed else (self.ffn(normed), {})
 
     def __call__(self, x_BTD, angles, segments_BT, eps):
-        return self.feed(self.attend(x_BTD, angles, segments_BT, eps), segments_BT, eps)
+        x_BTD = x_BTD + self.attention_branch(x_BTD, angles, segments_BT, eps).astype(x_BTD.dtype)
+        y_BTD, measured = self.ffn_branch(x_BTD, segments_BT, eps)
+        return x_BTD + y_BTD.astype(x_BTD.dtype), measured
+
+
+class Visit(NamedTuple):
+    """One layer as `Decoder.walk` passes it: the block, the rotary angles, the stream before it, what attention adds, the stream between,
+    what the feed-forward layer adds, the stream after it. Streams are in the residual dtype, what is added in the compute dtype."""
+
+    block: Block
+    angles: tuple
+    before_BTD: jax.Array
+    attention_BTD: jax.Array
+    between_BTD: jax.Array
+    ffn_BTD: jax.Array
+    after_BTD: jax.Array
 
 
 class Head(nnx.Module):
@@ -67,6 +82,15 @@ class Embedding(nnx.Module):
 
     def __init__(self, c):
         self.table = declare((c.vocab_size, c.d_model), ("vocab", "embed"), fan_in=("embed",), fan_out=("vocab",), role="embed")
+
+
+def positions_of(length: int, segments_BT):
+    """Position from 0 of each token in its segment: [B, T] int32; [1, T] where all of a sequence is one (None)."""
+    positions = jnp.arange(length)[None]
+    if segments_BT is None:
+        return positions
+    new = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))
+    return positions - jax.lax.cummax(jnp.where(new, positions, 0), axis=1)
 
 
 class Decoder(nnx.Module):
@@ -99,12 +123,7 @@ class Decoder(nnx.Module):
 
     def angles(self, tokens_BT, segments_BT):
         """Rotary cos and sin; positions start again at each segment."""
-        T = tokens_BT.shape[1]
-        positions = jnp.arange(T)[None]
-        if segments_BT is not None:
-            new = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))
-            positions = positions - jax.lax.cummax(jnp.where(new, positions, 0), axis=1)
-        return rope_angles(positions, self.rope_dim, self.rope_theta)
+        return rope_angles(positions_of(tokens_BT.shape[1], segments_BT), self.rope_dim, self.rope_theta)
 
     def hidden(self, tokens_BT, segments_BT, eps):
         """The normed last hidden state [B, T, D] in the compute dtype, and what each mixture layer measured ({} without mixtures).
@@ -127,21 +146,34 @@ class Decoder(nnx.Module):
             x_BTD, measured = jax.lax.scan(step, x_BTD, getattr(self, name), unroll=self.unroll)
         return self.final_norm(x_BTD, eps).astype(self.dtype), measured
 
-    def finite_by_layer(self, tokens_BT, segments_BT, eps):
-        """Whether the stream is finite throughout: after the embedding [], after each attention [L] and each feed-forward branch [L]."""
+    def walk(self, tokens_BT, segments_BT, eps, look):
+        """The stream after the last block [B, T, D], before the final norm, and `look(visit)` of every layer, stacked along a first axis L.
+
+        `look` turns a `Visit` into a tree of arrays that is alike for all layers; activations are not kept. Measurements use it.
+        """
         angles = self.angles(tokens_BT, segments_BT)
 
         def layer(x_BTD, block):
-            attended = block.attend(x_BTD, angles, segments_BT, eps)
-            fed, _ = block.feed(attended, segments_BT, eps)
-            return fed, (jnp.isfinite(attended).all(), jnp.isfinite(fed).all())
+            attention = block.attention_branch(x_BTD, angles, segments_BT, eps)
+            between = x_BTD + attention.astype(x_BTD.dtype)
+            ffn, _ = block.ffn_branch(between, segments_BT, eps)
+            after = shard_tokens(between + ffn.astype(x_BTD.dtype))
+            return after, look(Visit(block, angles, x_BTD, attention, between, ffn, after))
 
-        x_BTD = self.embed_tokens(tokens_BT)
-        embedded, stacks = jnp.isfinite(x_BTD).all(), []
+        x_BTD, stacks = shard_tokens(self.embed_tokens(tokens_BT)), []
         for name in self.depths:
-            x_BTD, finite = jax.lax.scan(layer, x_BTD, getattr(self, name))
-            stacks.append(finite)
-        return embedded, *(jnp.concatenate(parts) for parts in zip(*stacks, strict=True))
+            x_BTD, seen = jax.lax.scan(layer, x_BTD, getattr(self, name))
+            stacks.append(seen)
+        return x_BTD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacks)
+
+    def finite_by_layer(self, tokens_BT, segments_BT, eps):
+        """Whether the stream is finite throughout: after the embedding [], after each attention [L] and each feed-forward branch [L]."""
+
+        def look(visit):
+            return jnp.isfinite(visit.between_BTD).all(), jnp.isfinite(visit.after_BTD).all()
+
+        embedded = jnp.isfinite(self.embed_tokens(tokens_BT)).all()
+        return embedded, *self.walk(tokens_BT, segments_BT, eps, look)[1]
 
     def head_matrix(self):
         """The output matrix as [V, D], fp32."""

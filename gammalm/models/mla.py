@@ -61,6 +61,11 @@ class LatentAttention(nnx.Module):
         q_BTHK = jnp.concatenate([q_BTHK[..., : self.nope_dim], q_BTHP], axis=-1)
         return q_BTHK, jnp.concatenate([k_BTHN, k_BTHP], axis=-1), latent_BTC
 
+    def norm_inputs(self, x_BTD):
+        """What its own norms normalise, by their names: measurements use it."""
+        latents = {"kv_norm": product(x_BTD, self.kv_down[...])}
+        return latents | ({"q_norm": product(x_BTD, self.q_down[...])} if self.compressed else {})
+
     def __call__(self, x_BTD, angles, segments_BT, eps):
         q_BTHK, k_BTHK, latent_BTC = self.queries_keys(x_BTD, angles, eps)
         v_BTHW = product(latent_BTC, self.v_up[...])

@@ -91,7 +91,7 @@ def test_a_command_can_be_run(page, words, beside):
         assert ended.value.code == 0
         return
     args = build_parser(rest[0]).parse_args(rest)  # SystemExit for an unknown option or a missing one
-    if not hasattr(args, "config"):
+    if getattr(args, "config", None) is None:
         assert not overrides
         return
     beside(page)

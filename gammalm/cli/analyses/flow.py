@@ -1,0 +1,30 @@
+"""What each branch adds to the residual stream, by layer, in units of the embedding output e, and how far the stream has moved from it."""
+
+import argparse
+
+from gammalm.cli.subject import add_data, add_output, add_subject, batches_of, deliver, describe_subject, load_subject, table
+
+EXAMPLE = "gammalm analyze flow --config lm:size=tiny,gamma=0.5 --data data/open-mix"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_subject(parser)
+    add_data(parser)
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from gammalm.analysis.flow import residual_flow
+
+    loaded = load_subject(args)
+    found = residual_flow(loaded.model, loaded.params, loaded.buffers, batches_of(args, loaded))
+    layers = {"attention": found.attention_L, "ffn": found.ffn_L, "moved": found.moved_L}
+    result = {
+        "analysis": "flow", **describe_subject(args, loaded), "tokens": found.tokens, "embedding": found.embedding, "ratio": found.ratio,
+        "layers": {name: a_L.tolist() for name, a_L in layers.items()},
+    }  # fmt: skip
+    rows = [(layer, *map(float, values)) for layer, values in enumerate(zip(*layers.values(), strict=True))]
+    text = table([("layer", "attention/e", "ffn/e", "(h - e)/e"), *rows])
+    text += f"\nsize of e {found.embedding:.4g} (root mean square); whole model |h - e|/|e| = {found.ratio:.4g}; {found.tokens:,} tokens"
+    deliver(args, result, text)
+    return 0

@@ -1,0 +1,36 @@
+"""The regime of every norm: eps next to the variance of what it normalises, and how far eps pulls the output below unit size."""
+
+import argparse
+
+from gammalm.cli.subject import add_data, add_output, add_subject, batches_of, deliver, describe_subject, load_subject, table
+
+EXAMPLE = "gammalm analyze norm --config lm:size=tiny,gamma=1.25,eps=1e-5 --data data/open-mix"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_subject(parser)
+    add_data(parser)
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from gammalm.analysis.norms import norm_regime
+
+    loaded = load_subject(args)
+    found = norm_regime(loaded.model, loaded.params, loaded.buffers, batches_of(args, loaded))
+    columns = {name: (n.variance_L, n.ratio_L, n.factor_L, n.hidden_L) for name, n in found.norms.items()}
+    result = {
+        "analysis": "norm", **describe_subject(args, loaded), "tokens": found.tokens,
+        "norms": {
+            name: dict(zip(("variance", "ratio", "factor", "hidden"), (a_L.tolist() for a_L in arrays), strict=True))
+            for name, arrays in columns.items()
+        },
+    }  # fmt: skip
+    rows = [
+        (name, layer if len(arrays[0]) > 1 else "-", *map(float, values))
+        for name, arrays in columns.items()
+        for layer, values in enumerate(zip(*arrays, strict=True))
+    ]
+    text = table([("norm", "layer", "variance", "eps/variance", "factor", "tokens below eps"), *rows])
+    deliver(args, result, text + f"\neps {found.eps:g}; factor 1: eps does nothing; {found.tokens:,} tokens")
+    return 0

@@ -1,0 +1,35 @@
+"""How much attention goes to the first token, of the sequence or the document as packing has it: three definitions, by layer and head."""
+
+import argparse
+
+from gammalm.cli.subject import add_data, add_output, add_subject, batches_of, deliver, describe_subject, load_subject, table
+
+EXAMPLE = "gammalm analyze sink --checkpoint runs/tiny --batches 8 --json"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_subject(parser)
+    add_data(parser)
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from gammalm.analysis.sink import THRESHOLD, sink_scores
+
+    loaded = load_subject(args)
+    found = sink_scores(loaded.model, loaded.params, loaded.buffers, batches_of(args, loaded))
+    layers = found.by_layer()
+    result = {
+        "analysis": "sink", **describe_subject(args, loaded), "first_token_of": found.unit, "units": found.units, "queries": found.queries,
+        "threshold": THRESHOLD, "uniform": found.uniform, "mean": {name: float(a_L.mean()) for name, a_L in layers.items()},
+        "layers": {name: a_L.tolist() for name, a_L in layers.items()},
+        "heads": {name: getattr(found, f"{name}_LH").tolist() for name in layers},
+    }  # fmt: skip
+    rows = [(layer, *map(float, values)) for layer, values in enumerate(zip(*layers.values(), strict=True))]
+    text = table([
+        ("layer", "t >= 2", "alpha", f"alpha > {THRESHOLD}", "last query"), *rows,
+        ("mean", *result["mean"].values()), ("uniform", *found.uniform.values()),
+    ])  # fmt: skip
+    text += f"\nweight on the first token of the {found.unit}, mean over heads; {found.units:,} of them, {found.queries:,} queries"
+    deliver(args, result, text)
+    return 0

@@ -1,0 +1,101 @@
+"""What kinds of `gammalm analyze` share: the model, of a run or fresh from a config, the batches that it reads, and how results leave."""
+
+import argparse
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from gammalm.cli.options import add_config, config_from
+from gammalm.errors import ConfigError
+from gammalm.files import write_json_atomic
+
+
+def add_subject(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the choice of `--checkpoint WORKDIR[:STEP]` or `--config SPEC`."""
+    choice = parser.add_mutually_exclusive_group(required=True)
+    choice.add_argument("--checkpoint", metavar="WORKDIR[:STEP]", help="folder of a run, and a step of it; default: the newest")
+    add_config(choice, required=False)
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the text that is read: the validation split of a prepared folder."""
+    parser.add_argument("--data", type=Path, metavar="PATH", help="prepared folder whose validation split is read; default: the config's")
+    parser.add_argument("--batches", type=int, default=4, metavar="N", help="read of each domain; 0: all. Default: 4")
+    parser.add_argument("--sequences", type=int, default=8, metavar="N", help="in a batch, which sets the memory. Default: 8")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object there too")
+
+
+def split_step(text: str) -> tuple[Path, int | None]:
+    """`runs/tiny:300` as (folder, step); without a step: (folder, None)."""
+    found = re.fullmatch(r"(.+):(\d+)", text)
+    return (Path(found[1]), int(found[2])) if found else (Path(text), None)
+
+
+def load_subject(args: argparse.Namespace):
+    """The model that the command line asks for, as gammalm.training.load.Loaded. Raises ConfigError, CheckpointError."""
+    if args.checkpoint is not None:
+        if args.overrides:
+            raise ConfigError(f"--config.{args.overrides[0][0]} changes a --config, and --checkpoint has its own.")
+        from gammalm.training.load import load_model
+
+        return load_model(*split_step(args.checkpoint))
+    config = config_from(args)
+
+    from gammalm.initializers import init_params
+    from gammalm.models.decoder import Model, fresh_buffers
+    from gammalm.training.load import Loaded
+
+    model = Model(config.model)
+    params = init_params(model.specs, config.init, config.seed, d_model=config.model.d_model, n_layers=config.model.n_layers)
+    return Loaded(config, model, params, fresh_buffers(model), 0, None)
+
+
+def batches_of(args: argparse.Namespace, loaded) -> Iterator[dict]:
+    """The first `--batches` validation batches of each domain. Raises DataError where the text is not the model's own."""
+    from gammalm.data.load import open_split
+    from gammalm.errors import DataError
+
+    if args.batches < 0 or args.sequences < 1:
+        raise ConfigError(f"--batches {args.batches} --sequences {args.sequences}: batches are 0 (all) or more, sequences 1 or more.")
+    data = loaded.config.data
+    split = open_split(
+        args.data or data.path, "validation", seq_len=data.seq_len, packing=data.packing, mixture=data.mixture,
+        seed=loaded.config.seed, batch=args.sequences,
+    )  # fmt: skip
+    if split.vocab_size > loaded.config.model.vocab_size or loaded.tokenizer_sha256 not in (None, split.tokenizer_sha256):
+        raise DataError(f"{split.path} has another tokenizer than the model was trained with. Give --data the folder it was trained on.")
+    for domain in split.domains:
+        yield from itertools.islice(split.validation(domain), args.batches or None)
+
+
+def describe_subject(args: argparse.Namespace, loaded) -> dict:
+    """What was measured, for the JSON object: checkpoint and step, or config; gamma, eps, packing."""
+    c = loaded.config
+    name = {"checkpoint": str(split_step(args.checkpoint)[0]), "step": loaded.step} if args.checkpoint else {"config": args.config}
+    return name | {
+        "gamma": c.init.gamma, "preset": c.init.preset, "norm_eps": c.model.norm_eps, "gate": c.model.gate, "d_model": c.model.d_model,
+        "packing": c.data.packing, "seq_len": c.data.seq_len,
+    }  # fmt: skip
+
+
+def deliver(args: argparse.Namespace, found: dict, text: str) -> None:
+    """Prints the result `found` as JSON or as `text`, and writes it where `--out` says. Raises ConfigError where that is no place."""
+    print(json.dumps(found) if args.json else text)
+    if args.out is not None:
+        try:
+            write_json_atomic(args.out, found)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+            raise ConfigError(f"--out {args.out} cannot be written ({error.strerror}). Name a file in a folder that exists.") from error
+
+
+def table(rows: list[tuple]) -> str:
+    """Aligned text; the first row is the head. Numbers have four significant digits."""
+    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)

@@ -1,0 +1,30 @@
+"""What a model is like before training, computed without building it: closed forms, activation moments, the covariance recursion.
+
+    closed_forms.py   norm factor, step-0 logits, the law of residual flow, balance points
+    activations.py    moments and covariance kernels of activations
+    description.py    sizes and standard deviations of a decoder, from plain numbers
+    mixing.py, routing.py, recursion.py   the recursion over the covariance of the actual tokens
+
+The room imports no other: a caller that has one of our configs translates it. Docs: docs/theory.md.
+"""
+
+from gammalm.theory.closed_forms import (
+    attention_ratio,
+    balance_gamma,
+    branch_exponent,
+    half_point,
+    latent_attention_ratio,
+    log_sum_exp_excess,
+    logit_std,
+    norm_factor,
+    swiglu_ratio,
+    two_matrix_ratio,
+)
+from gammalm.theory.description import Decoder, Dense, Heads, Latent, Mixture, Stack, gamma_decoder
+from gammalm.theory.recursion import Prediction, predict
+
+__all__ = [
+    "Decoder", "Dense", "Heads", "Latent", "Mixture", "Prediction", "Stack", "attention_ratio", "balance_gamma", "branch_exponent",
+    "gamma_decoder", "half_point", "latent_attention_ratio", "log_sum_exp_excess", "logit_std", "norm_factor", "predict", "swiglu_ratio",
+    "two_matrix_ratio",
+]  # fmt: skip
