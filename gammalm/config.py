@@ -252,7 +252,10 @@ def to_json(config: ConfigDict, path: str | os.PathLike) -> None:
 
 
 # Leaves that came after the first saved configs, with the value under which a run is what it was without them.
-LATER = {"train.spike": "off", "train.spike_window": 128, "train.spike_sigma": 6.0, "train.spike_rollbacks": 3}
+LATER = {
+    "model.attention_kernel": "auto", "train.stall_timeout": 1800.0, "mesh.context": 1, "mesh.dcn_data": 1, "mesh.dcn_fsdp": 1,
+    "train.spike": "off", "train.spike_window": 128, "train.spike_sigma": 6.0, "train.spike_rollbacks": 3,
+}  # fmt: skip
 
 
 def from_json(path: str | os.PathLike) -> ConfigDict:
