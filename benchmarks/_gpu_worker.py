@@ -136,7 +136,7 @@ def config_of(name: str, case: dict) -> SimpleNamespace:
             model[{"kernel": "attention_kernel"}.get(key, key)] = case[key]
     if "backend" in case:
         model["moe"]["backend"] = case["backend"]
-    sections |= {"batch": {"micro_batches": 1}, "train": {"steps": 10_000}}
+    sections |= {"batch": {"micro_batches": 1}, "train": {"steps": 10_000, "spike": "off"}}
     return json.loads(json.dumps(sections), object_hook=lambda d: SimpleNamespace(**d))
 
 

@@ -73,7 +73,7 @@ def our_worker(spec: dict) -> None:
     config.model.remat = "none"
     attention.BLOCK = choice.pop("block", attention.BLOCK)
     if not choice.pop("options", True):
-        program.compiler_options = lambda platform: {}
+        program.compiler_options = lambda *_: {}
     for name in ("n_layers", "d_model", "n_heads", "head_dim", "d_ff", "vocab_size"):
         config.model[name] = spec[name]
     config.model.update(choice)

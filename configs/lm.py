@@ -188,6 +188,10 @@ def get_config(arg: str = "") -> ConfigDict:
     c.train.checkpoint_every = max(1, min(1000, steps // 4))
     c.train.checkpoints_kept = 2
     c.train.stall_timeout = 1800.0  # seconds without a finished step after which a run is ended; 0: never
+    c.train.spike = "off"  # off | skip | rollback: what to do about a loss far above those of the steps before
+    c.train.spike_window = 128  # steps before, from whose losses the bound comes
+    c.train.spike_sigma = 6.0  # the bound: their median and so many times their spread
+    c.train.spike_rollbacks = 3  # after so many the next spike ends the run
 
     c.mesh = ConfigDict()  # sizes of the mesh axes; -1: what is left of the devices
     c.mesh.data = -1

@@ -251,8 +251,18 @@ def to_json(config: ConfigDict, path: str | os.PathLike) -> None:
     write_json_atomic(path, to_dict(config))
 
 
+# Leaves that came after the first saved configs, with the value under which a run is what it was without them.
+LATER = {
+    "model.attention_kernel": "auto", "train.stall_timeout": 1800.0, "mesh.context": 1, "mesh.dcn_data": 1, "mesh.dcn_fsdp": 1,
+    "train.spike": "off", "train.spike_window": 128, "train.spike_sigma": 6.0, "train.spike_rollbacks": 3,
+}  # fmt: skip
+
+
 def from_json(path: str | os.PathLike) -> ConfigDict:
-    """The locked config that `to_json` wrote, equal to the one that was saved. Raises ConfigError for a file that is none."""
+    """The locked config that `to_json` wrote, equal to the one that was saved but for leaves of LATER that it lacked.
+
+    Raises ConfigError for a file that is none.
+    """
 
     def build(value: Any) -> Any:
         if isinstance(value, dict):
@@ -265,6 +275,10 @@ def from_json(path: str | os.PathLike) -> ConfigDict:
         raise ConfigError(f"{path} cannot be read as a saved config: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no config: it must be one JSON object.")
+    for name, value in LATER.items():
+        group, _, leaf = name.partition(".")
+        if isinstance(data.get(group), dict):
+            data[group].setdefault(leaf, value)
     try:
         return build(data).lock()
     except ValueError as error:  # names that no config can have

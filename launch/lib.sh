@@ -77,6 +77,7 @@ read_program() {
         esac
         previous="$word"
     done
+    workdir="${workdir%"${workdir##*[!/]}"}" # without slashes at its end
     [ -n "$config" ] || fail "gammalm $1 needs --config C"
     [ -n "$workdir" ] || fail "gammalm $1 needs --workdir W: the folder that outlives the machine"
 }

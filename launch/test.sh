@@ -6,6 +6,8 @@
 # default   the newest Python in .venv-test; comparisons with torch and transformers (marker `parity`) on 3.11 in .venv-parity
 # --full    adds the tests marked `full`, and the default tests on the 3.11 environment too; what .ci/run calls
 # --long    only the tests marked `long`: figures and evaluations
+# Both also put libtpu, which compiles for TPUs that are not there, into a folder of its own (.venv-libtpu). In .venv-test it would make
+# every `import jax` look for a TPU. Where it cannot be installed its tests are skipped, and the summary says so.
 # Where one Python is all there is, one environment serves for everything it can install.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -61,6 +63,23 @@ if [ "$newest_version" = 3.11 ]; then
     environment .venv-test "$newest" test,parity || { parity="" && environment .venv-test "$newest" test; }
 else
     environment .venv-test "$newest" test
+fi
+
+compiler_for_tpus() { # of the version that the extra `plan` names
+    local folder=.venv-libtpu wanted
+    wanted="$(.venv-test/bin/python -c 'from importlib.metadata import requires
+print(*[r.split(";")[0] for r in requires("gammalm") if "extra == \"plan\"" in r])')" && [ -n "$wanted" ] || return 1
+    if [ "$(cat "$folder/gammalm-stamp" 2>/dev/null)" != "$newest_version $wanted" ]; then
+        rm -rf "$folder"
+        .venv-test/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target "$folder" "$wanted" </dev/null ||
+            return 1
+        printf '%s' "$newest_version $wanted" >"$folder/gammalm-stamp"
+    fi
+    export GAMMALM_LIBTPU="$PWD/$folder"
+}
+
+if [ "$tier" != default ] && ! compiler_for_tpus; then
+    summary+=("         plans for TPUs: not tested, libtpu could not be installed")
 fi
 
 core="not parity and not full and not long"

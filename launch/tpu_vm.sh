@@ -83,20 +83,35 @@ variables=()
 for pair in "JAX_COMPILATION_CACHE_DIR=$storage_at/compiled" ${environment[@]+"${environment[@]}"}; do
     variables+=(--env "$pair")
 done
-container=(sudo docker run --detach --name gammalm --privileged --network host --stop-timeout "$grace"
-    --volume "$storage_at:$storage_at" --workdir "$storage_at" "${variables[@]}" "$image" "${program[@]}")
+container() { # container ID: what starts it, with the label run=ID
+    quoted sudo docker run --detach --init --name gammalm --label "run=$1" --privileged --network host --stop-timeout "$grace" \
+        --volume "$storage_at:$storage_at" --workdir "$storage_at" "${variables[@]}" "$image" "${program[@]}"
+}
+login="" # the VM's service account, to Google's registries
+registry="${image%%/*}"
+case "$registry" in
+*-docker.pkg.dev | gcr.io | *.gcr.io)
+    login="
+    gcloud auth print-access-token | sudo docker login --username oauth2accesstoken --password-stdin https://$registry"
+    ;;
+esac
 
-# On every host. The container outlives a lost connection; one that is still there is asked to save and end before the next begins.
-on_host="set -euo pipefail
+# On every host. The container outlives a lost connection. gcloud itself sends this again to a host that it lost: with the same ID it is
+# followed further, while one of another ID is asked to save and end before the next begins.
+on_host() { # on_host ID
+    printf '%s' "set -euo pipefail
 sudo mkdir -p $storage_at
 if ! mountpoint -q $storage_at; then
     $mount
 fi
-sudo docker stop --time 120 gammalm >/dev/null 2>&1 || true
-sudo docker rm gammalm >/dev/null 2>&1 || true
-$(quoted "${container[@]}") >/dev/null
+if [ \"\$(sudo docker inspect --format '{{index .Config.Labels \"run\"}}' gammalm 2>/dev/null || true)\" != $1 ]; then
+    sudo docker stop --time 120 gammalm >/dev/null 2>&1 || true
+    sudo docker rm gammalm >/dev/null 2>&1 || true$login
+    $(container "$1") >/dev/null
+fi
 sudo docker logs --follow gammalm
 exit \"\$(sudo docker wait gammalm)\""
+}
 
 tpu() { run gcloud compute tpus tpu-vm "$1" "$name" --zone="$zone" ${project:+--project="$project"} "${@:2}"; }
 create() {
@@ -105,13 +120,17 @@ create() {
     tpu create "${accelerator[@]}" --version="${version:-$software}" ${kind_of_price[@]+"${kind_of_price[@]}"}
 }
 remove() { tpu delete --quiet; }
-train() { tpu ssh --worker=all --command="$on_host"; }
+train() {
+    local id="$$-$RANDOM-$RANDOM"
+    tpu ssh --worker=all --command="$(on_host "$id")"
+}
 state() { tpu describe --format='value(state)' 2>/dev/null || true; } # empty: there is none
 
 if [ "$dry_run" = yes ]; then
     printf '# Skipped where %s is READY; in another state it is deleted first.\n' "$name"
     create
-    printf '# Up to %d times more, where this ends by no fault of its own (preemption, a lost connection): begin again.\n' "$restarts"
+    printf '# Up to %d times more, where this ends by no fault of its own (preemption, a lost connection): begin again,\n' "$restarts"
+    printf '# each time with another label run=.\n'
     train
     [ "$delete" = no ] || remove
     exit 0

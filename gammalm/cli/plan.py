@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--search takes a --config, not a --grid: its cells keep the mesh that they have.")
     config = config_from(args) if hasattr(args, "config") else None
     quiet_environment(args.topology)
-    topology = load(args.topology)
+    topology = load(args.topology, compile_step=not args.analytic)
     from gammalm.plan import text
     from gammalm.plan.estimate import plan
 
@@ -46,16 +46,17 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"cells": dict(rows), "total": totals}))
         else:
-            print(text.table(rows))
-            cost = "" if totals["cost"] is None else f", cost {totals['cost']:,.2f}"
-            left_out = f", {totals['without_time']} cells without a time left out" if totals["without_time"] else ""
-            print(f"{len(rows)} cells one after another: {totals['hours']:,.1f} h, {totals['chip_hours']:,.1f} chip-hours{cost}{left_out}")
+            print(text.heading(rows))
+            print(text.table(rows, totals if totals["without_time"] < len(rows) else None))
+            if totals["without_time"]:
+                print(f"{totals['without_time']} cells have no time and are not in the sums")
         return 0 if all(found["memory"]["fits"] is not False for _, found in rows) else 1
     if args.search:
         from gammalm.plan.search import search
 
         found = search(config, topology, **options)
-        print(json.dumps(found) if args.json else text.table([(text.layout(p), p) for p in found]))
+        rows = [(text.layout(p), p) for p in found]
+        print(json.dumps(found) if args.json else f"{text.heading(rows)}\n{text.table(rows)}")
         return 0
     found = plan(config, topology, **options)
     print(json.dumps(found) if args.json else text.describe_plan(found))

@@ -24,7 +24,7 @@ def together(args: argparse.Namespace) -> Iterator:
     from gammalm.sharding.processes import joined
     from gammalm.training.preemption import Notice
 
-    with Notice() as notice, joined(args.coordinator, args.processes, args.process_id):
+    with joined(args.coordinator, args.processes, args.process_id), Notice() as notice:
         yield notice
 
 

@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
 from gammalm.cli.inspect import describe_parameters
 from gammalm.cli.options import add_config, config_from
 from gammalm.cli.together import add_processes, together
+from gammalm.errors import ConfigError
 from gammalm.memory import keep_freed_memory
 
 
@@ -21,22 +23,35 @@ def add_parser(subparsers) -> None:
     add_config(parser)
     parser.add_argument("--workdir", required=True, type=Path, help="folder for checkpoints, metrics and the config")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--profile", metavar="A:B", help="trace steps A to B into the workdir's profile/, for XProf or TensorBoard")
     add_processes(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     keep_freed_memory()
     config = config_from(args)
+    profile = args.profile and parse_range(args.profile, config.train.steps)
     with together(args) as notice:
-        return _train(args, config, notice)
+        return _train(args, config, notice, profile)
 
 
-def _train(args: argparse.Namespace, config, notice) -> int:
+def parse_range(text: str, steps: int) -> tuple[int, int]:
+    """"A:B" -> (A, B), the first and the last step to trace, counted from 1. Raises ConfigError unless 1 <= A <= B <= steps."""
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= first <= last <= steps:
+        raise ConfigError(f"--profile {text}: it must be A:B, first and last step, 1 <= A <= B <= {steps} (train.steps), such as 10:14.")
+    return first, last
+
+
+def _train(args: argparse.Namespace, config, notice, profile) -> int:
     import jax
 
+    from gammalm.models import flops
     from gammalm.models.decoder import Model
     from gammalm.models.kernels import describe
-    from gammalm.sharding import processes
+    from gammalm.sharding import devices, processes
+    from gammalm.training import goodput
     from gammalm.training.loop import Run, train
     from gammalm.training.program import Programs
 
@@ -48,7 +63,10 @@ def _train(args: argparse.Namespace, config, notice) -> int:
         + (f"; {processes.count()} processes" if processes.count() > 1 else "")
     )
     processes.say(describe(config, jax.default_backend()))
-    (outcome,) = train([Run(config, args.workdir)], Programs(), notice=notice)
+    processes.say(f"{devices.describe(jax.devices())}; MFU: {flops.CONVENTION}")
+    options = devices.compiler_options(count=jax.device_count())
+    processes.say("compiler options: " + (", ".join(f"{name}={value}" for name, value in options.items()) or "XLA's defaults"))
+    (outcome,) = train([Run(config, args.workdir)], Programs(), notice=notice, profile=profile)
     if not processes.leads():
         return 1 if outcome.error else 0
     result = {"workdir": str(args.workdir), "parameters": model.parameter_count, **vars(outcome)}
@@ -60,6 +78,8 @@ def _train(args: argparse.Namespace, config, notice) -> int:
         for domain, row in v["domains"].items():
             epochs = f", seen {v['epochs'][domain]:.2f} times" if domain in v["epochs"] else ""
             print(f"  {domain:20} {row['loss']:.4f}  {row['bits_per_byte']:.4f}{epochs}")
+    if outcome.goodput:
+        processes.say(goodput.describe(outcome.goodput))
     if outcome.error:
         print(f"gammalm: {args.workdir}: {outcome.error}", file=sys.stderr)
     return 1 if outcome.error else 0

@@ -17,10 +17,11 @@ from gammalm.experiments.grid import Cell, Grid
 from gammalm.experiments.results import append_result, read_results
 from gammalm.files import write_json_atomic
 from gammalm.models.decoder import Model
+from gammalm.models.kernels import describe
 from gammalm.sharding import processes
 from gammalm.training.loop import Outcome, Run, train
 from gammalm.training.preemption import Notice, Preempted
-from gammalm.training.program import MODES, Programs, signature
+from gammalm.training.program import MODES, Programs, batchable, signature
 
 CELLS_AT_ONCE = 16  # of one program: their states are in memory together
 
@@ -57,11 +58,17 @@ def run_grid(
         if processes.leads() and rows.get(cell.name, {}).get("halted"):  # its last checkpoint is of the halted state
             shutil.rmtree(workdir / "cells" / cell.name / "checkpoints", ignore_errors=True)
 
-    programs, began, finished = Programs(devices), time.monotonic(), 0
+    programs, began, finished, kernels = Programs(devices), time.monotonic(), 0, set()
+    platform = (devices or jax.devices())[0].platform
     for group in _groups(todo, mode):
+        how = mode if len(group) > 1 else "single"
+        line = describe(batchable(group[0].config(), how, platform), platform)
+        if line not in kernels:
+            _say(line)
+        kernels.add(line)
         number = f"{len(grid.cells) - len(todo) + finished + 1}"
         title = f"cell {number} of {len(grid.cells)}: {group[0].name}" + (f" and {len(group) - 1} more" if len(group) > 1 else "")
-        for cell, outcome in zip(group, _train(group, workdir, programs, mode, title, notice), strict=True):
+        for cell, outcome in zip(group, _train(group, workdir, programs, how, title, notice), strict=True):
             rows[cell.name] = _row(cell, outcome)
             if processes.leads():
                 append_result(workdir, rows[cell.name])
@@ -101,8 +108,9 @@ def _groups(cells: list[Cell], mode: str) -> list[list[Cell]]:
 
 
 def _cells_at_once(config) -> int:
-    """At most CELLS_AT_ONCE, and no more than fit into half of a device's memory with their moments and gradients in fp32."""
-    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """At most CELLS_AT_ONCE, and no more than fit into half of any host's device with their moments and gradients in fp32."""
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = min(processes.exchange("memory", memory))
     return max(1, min(CELLS_AT_ONCE, memory // 2 // (16 * Model(config.model).parameter_count)))
 
 
@@ -110,7 +118,6 @@ def _train(group: list[Cell], workdir: Path, programs: Programs, mode: str, titl
     """The outcomes of a group's runs; a fault of the whole group is the outcome of each, but for a config that cannot run at all."""
     runs = [Run(cell.config(), workdir / "cells" / cell.name, cell.name) for cell in group]
     try:
-        mode = mode if len(runs) > 1 else "single"
         cell_devices = _cell_devices(runs, mode, len(programs.devices or jax.devices()))
         return train(runs, programs, mode=mode, cell_devices=cell_devices, title=title, notice=notice)
     except (ConfigError, Preempted):

@@ -8,6 +8,8 @@ import math
 
 from gammalm.models.kernels import head_sizes
 
+CONVENTION = "6 FLOP per active matrix parameter and token, causal attention counted once, no recomputation"
+
 
 def training_flops_per_token(model, seq_len: int) -> float:
     """FLOP of forward and backward pass per token at sequence length `seq_len` (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""

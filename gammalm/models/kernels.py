@@ -36,21 +36,21 @@ def _gpu_generation() -> float:
     return float(found) if found.replace(".", "").isdigit() else 0.0
 
 
-def _refusal(name: str, platform: str, dtype, sizes: tuple[int, int], length: int, context: int) -> str:
-    """Why the kernel `name` does not take this attention; empty where it does. `length` T, over `context` devices."""
+def _refusal(name: str, platform: str, dtype, sizes: tuple[int, int], length: int, context: int, generation: float | None) -> str:
+    """Why the kernel `name` does not take this attention; empty where it does. Arguments as in `choose_attention`."""
     if name == "cudnn":
         if platform != "gpu":
             return f"needs an NVIDIA GPU, and this runs on {platform}"
-        generation = _gpu_generation()
+        generation = _gpu_generation() if generation is None else generation
         largest = 256 if generation >= 9 else 128
         if generation < 8:
             return "needs an NVIDIA GPU of compute capability 8.0 or later"
-        if jnp.dtype(dtype).itemsize != 2:
+        if jnp.dtype(dtype) != jnp.bfloat16:
             return f"takes bfloat16 alone, and model.dtype is {jnp.dtype(dtype).name}"
         if max(sizes) > largest:
             return f"takes heads of at most {largest} on this GPU, and these have {max(sizes)}"
-        if length % 2:
-            return f"takes an even sequence length alone, and this is {length}"
+        if length // context % 2:
+            return f"takes an even number of tokens of a sequence on a device alone, and this is {length // context}"
     if name == "splash":
         if platform == "gpu":
             return "is written for TPUs, and this runs on a GPU"
@@ -59,33 +59,42 @@ def _refusal(name: str, platform: str, dtype, sizes: tuple[int, int], length: in
     return ""
 
 
-def choose_attention(name: str, platform: str, dtype, sizes: tuple[int, int], length: int, context: int = 1) -> str:
+def choose_attention(
+    name: str, platform: str, dtype, sizes: tuple[int, int], length: int, context: int = 1, generation: float | None = None
+) -> str:
     """The kernel for a `model.attention_kernel` on a platform of JAX ("cpu", "gpu", "tpu"): blockwise | cudnn | splash.
 
-    `sizes` of query-key and value heads, `length` of a sequence, `context` devices that share one. "auto" is the platform's own kernel
-    where that takes this attention, else `blockwise`. Raises ConfigError where a kernel is asked for by name that does not.
+    `sizes` of query-key and value heads, `length` of a sequence, `context` devices that share one, `generation` the compute capability
+    of absent GPUs (None: of those here). "auto" is the platform's own kernel where that takes this attention, else `blockwise`. Raises
+    ConfigError where a kernel is asked for by name that does not.
     """
     wanted = PREFERRED.get(platform, "blockwise") if name == "auto" else name
-    why = _refusal(wanted, platform, dtype, sizes, length, context)
+    why = _refusal(wanted, platform, dtype, sizes, length, context, generation)
     if why and name != "auto":
         raise ConfigError(f"model.attention_kernel={name} {why}. Set model.attention_kernel=auto.")
     return "blockwise" if why else wanted
 
 
-def document_mask_bytes(kernel: str, rows: int, queries: int, keys: int, dtype) -> int:
-    """Bytes of the dense mask that `kernel` needs on a device to keep the documents of `rows` sequences apart; 0 where ids suffice."""
-    return rows * queries * keys * jnp.dtype(dtype).itemsize if kernel == "cudnn" else 0
+def dense_mask_bytes(kernel: str, rows: int, length: int, context: int, packed: bool) -> int:
+    """Bytes of the mask [1 or rows, 1, T/c, T] in two bytes each that `kernel` needs on a device; 0 where causal order by name will do.
+
+    `rows` sequences there of `length` T over `context` devices; `packed`: of several documents, which makes a mask of each row.
+    """
+    if kernel != "cudnn" or not (packed or context > 1):
+        return 0
+    return (rows if packed else 1) * (length // context) * length * 2
 
 
-def describe(config, platform: str) -> str:
-    """One line that says which kernels a run of `config` uses on a platform of JAX ("cpu", "gpu", "tpu")."""
+def describe(config, platform: str, generation: float | None = None) -> str:
+    """One line that says which kernels a run of `config` uses. `platform` and `generation` as in `choose_attention`."""
     c, T, context = config.model, config.data.seq_len, config.mesh.context
-    kernel = choose_attention(c.attention_kernel, platform, c.dtype, head_sizes(c), T, context)
+    kernel = choose_attention(c.attention_kernel, platform, c.dtype, head_sizes(c), T, context, generation)
     said = f"kernels on {platform}: attention {kernel}"
     if platform == "cpu" and kernel == "splash":
         said += " (interpreted: slow)"
-    if config.data.packing == "documents" and (mask := document_mask_bytes(kernel, 1, T // context, T, c.dtype)):
-        said += f" with a dense document mask of {mask / 2**20:.1f} MiB per sequence"
+    packed = config.data.packing == "documents"
+    if mask := dense_mask_bytes(kernel, 1, T, context, packed):
+        said += f" with a dense mask of {mask / 2**20:.1f} MiB" + " per sequence" * packed
     return said + (f", experts {choose_backend(c.moe.backend, platform)}" if c.ffn == "moe" else "")
 
 

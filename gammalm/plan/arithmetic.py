@@ -1,8 +1,8 @@
 """FLOP that a traced program performs: its matrix products, recomputation and masked halves included, before devices share them out.
 
 Two per multiply-add, as in gammalm.models.flops. Loops count in full, of branches the dearest. A Pallas kernel counts as its author's own
-estimate, else as its body times its grid, and splash attention without the blocks above the diagonal, which it skips. Element-wise work
-does not count.
+estimate, else as its body times its grid, and splash attention without the blocks above the diagonal, which it skips. Of a grouped
+product's rows those in a group count, which only a caller can know. Element-wise work does not count.
 """
 
 import math
@@ -21,26 +21,28 @@ def _subprograms(value):
         yield value.jaxpr
 
 
-def _product(eqn) -> float:
-    """FLOP of one dot_general or ragged_dot_general: twice the output times the contracted extents."""
+def _product(eqn, filled: float) -> float:
+    """FLOP of one dot_general or ragged_dot_general: twice the output times the contracted extents, of which `filled` is in a group."""
     numbers = eqn.params.get("dimension_numbers") or eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     (contracted, _), _ = numbers
     left, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if eqn.primitive.name != "dot_general" and len(out) > 2:
+    if eqn.primitive.name == "dot_general":
+        filled = 1.0
+    elif len(out) > 2:
         # Groups along the contracted rows: each row is in one group, so the group axis of the result costs nothing.
         out = out[1:]
-    return 2.0 * math.prod(out) * math.prod(left[i] for i in contracted)
+    return 2.0 * math.prod(out) * math.prod(left[i] for i in contracted) * filled
 
 
-def flops(jaxpr) -> float:
-    """FLOP of all devices together. `jaxpr`: of `jax.make_jaxpr` or `Traced.jaxpr`."""
+def flops(jaxpr, filled: float = 1.0) -> float:
+    """FLOP of all devices. `jaxpr`: of `jax.make_jaxpr` or `Traced.jaxpr`; `filled`: share of grouped products' rows in groups."""
     total = 0.0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name, params = eqn.primitive.name, eqn.params
         if name in ("dot_general", "ragged_dot_general", "ragged_dot"):
-            total += _product(eqn)
+            total += _product(eqn, filled)
             continue
-        inner = [flops(j) for value in params.values() for j in _subprograms(value)]
+        inner = [flops(j, filled) for value in params.values() for j in _subprograms(value)]
         if name == "pallas_call":
             total += _kernel(params, sum(inner))
         elif name == "scan":

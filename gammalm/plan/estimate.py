@@ -38,15 +38,15 @@ def plan(config, topology: Topology, *, compile_step: bool = True, price: float 
     device = known(topology.kind) or Device(peak=0.0)
     tokens = config.batch.sequences * config.data.seq_len
     buffers = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(model.buffers))
-    held = memory.state(model, parameter_shardings(model.specs, mesh), buffers)
-    active = memory.activations(config, model.specs, dict(mesh.shape), topology.platform)
+    held = memory.state(model, parameter_shardings(model.specs, mesh), buffers) | {"batch": memory.batch(config, dict(mesh.shape))}
+    active = memory.activations(config, model.specs, dict(mesh.shape), topology.platform, device.capability)
     found = {
         "topology": topology.name,
         "device": topology.kind,
         "devices": topology.count,
         "chips": topology.count // device.per_chip,
         "mesh": {axis: size for axis, size in mesh.shape.items() if size > 1},
-        "kernels": describe(config, topology.platform),
+        "kernels": describe(config, topology.platform, device.capability),
         "remat": config.model.remat,
         "micro_batches": config.batch.micro_batches,
         "parameters": model.parameter_count,
@@ -54,18 +54,18 @@ def plan(config, topology: Topology, *, compile_step: bool = True, price: float 
         "steps": config.train.steps,
     }
     if compile_step and topology.devices is not None:
-        found |= {"method": "compiled"} | _compiled(config, topology, held)
+        found |= {"method": "compiled"} | _compiled(config, topology, held, 1 / mesh.shape["expert"])
         found.setdefault("traffic", None)
     else:
         found |= {"method": "analytic", "memory": held | {"activations": sum(active.values()), "activations_by": active}}
         found["flop_per_token"] = traffic.flop_per_token(model, config.data.seq_len, config.model.remat)
         found["traffic"] = {
-            "hbm_bytes": traffic.hbm_bytes(config, model.parameter_count, held, active, dict(mesh.shape)),
-            "collectives": traffic.collectives(config, model.parameter_count, dict(mesh.shape)),
+            "hbm_bytes": traffic.hbm_bytes(config, held, active, dict(mesh.shape)),
+            "collectives": traffic.collectives(config, held, dict(mesh.shape)),
             "loops_unknown": 0,
             "opaque": 0,
         }
-    _fits(found["memory"], device, topology.platform, active["document mask"])
+    _fits(found["memory"], device, topology.platform, active["dense mask"])
     found["model_flop_per_token"] = training_flops_per_token(model, config.data.seq_len)
     found["model_flop_share"] = found["model_flop_per_token"] / found["flop_per_token"]
     if found["traffic"] is not None and device.peak:
@@ -73,14 +73,17 @@ def plan(config, topology: Topology, *, compile_step: bool = True, price: float 
     return found
 
 
-def _compiled(config, topology: Topology, held: dict[str, int]) -> dict:
-    """Memory, arithmetic and traffic of the step as its compiler sees it. A program too large for HBM has its size and no traffic."""
+def _compiled(config, topology: Topology, held: dict[str, int], filled: float) -> dict:
+    """Memory, arithmetic and traffic of the step as its compiler sees it. A program too large for HBM has its size and no traffic.
+
+    `filled`: a device of an expert axis takes as many rows as may come, and this share of them comes where routing is even.
+    """
     from gammalm.training.program import Program
 
     start = time.monotonic()
     program = Program(config, np.zeros(config.model.vocab_size, np.int32), devices=topology.devices)
     traced = program.trace()
-    per_token = arithmetic.flops(traced.jaxpr) / (config.batch.sequences * config.data.seq_len)
+    per_token = arithmetic.flops(traced.jaxpr, filled) / (config.batch.sequences * config.data.seq_len)
     try:
         compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
@@ -97,12 +100,16 @@ def _compiled(config, topology: Topology, held: dict[str, int]) -> dict:
     seconds = time.monotonic() - start
     said = compiled.memory_analysis()
     new_outputs = said.output_size_in_bytes - said.alias_size_in_bytes
+    gradients = min(held["gradients"], said.temp_size_in_bytes)
+    state = held["parameters"] + held["optimizer"] + held["buffers"]
     text = compiled.as_text()
     moved = hlo.traffic(text, topology.count)
     return {
         "memory": held
         | {
-            "activations": max(0, said.temp_size_in_bytes - held["gradients"]),
+            "gradients": gradients,
+            "activations": said.temp_size_in_bytes - gradients,
+            "batch": said.argument_size_in_bytes - state,  # and what its layout adds to the state
             "program": said.generated_code_size_in_bytes + new_outputs,
             "arguments": said.argument_size_in_bytes,
             "temporary": said.temp_size_in_bytes,
@@ -117,9 +124,8 @@ def _compiled(config, topology: Topology, held: dict[str, int]) -> dict:
 
 def _fits(m: dict, device: Device, platform: str, mask: float) -> None:
     """Adds to the memory `m` its total, what there is, and whether the one is within the other (None where HBM is not known)."""
-    kinds = ("parameters", "optimizer", "buffers", "gradients", "activations", "program")
-    m["document_mask"] = mask
-    m["total"] = max(sum(m.get(kind, 0) for kind in kinds), m.get("arguments", 0) + m.get("temporary", 0) + m.get("program", 0))
+    m["dense_mask"] = mask
+    m["total"] = sum(m.get(kind, 0) for kind in memory.KINDS)
     m |= {"reserve": None, "available": None, "left": None, "fits": None}
     if device.hbm:
         m["reserve"] = device.hbm * RESERVE[platform]
@@ -138,7 +144,7 @@ def _time(found: dict, device: Device, price: float | None) -> dict:
         "collectives": (device.link_rate and sent / device.link_rate) if sent else 0.0,
     }
     roofline = max(s for s in seconds.values() if s is not None)
-    compiler = found.pop("compiler_cycles", 0.0) / device.clock if device.clock else None
+    compiler = found.get("compiler_cycles", 0.0) / device.clock if device.clock else None
     if compiler is not None and not SANE[0] * roofline <= compiler <= SANE[1] * roofline:
         compiler = None
     step = max(roofline, compiler or 0.0)

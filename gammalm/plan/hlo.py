@@ -14,8 +14,7 @@ BITS = {"pred": 8, "token": 0, "bf16": 16, "opaque": 0}  # others end in their s
 # These move nothing, or what they move is counted where it is used.
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all", "partition-id",
-    "replica-id", "opt-barrier", "domain", "copy-done", "slice-done", "all-gather-done", "all-reduce-done", "collective-permute-done",
-    "async-done", "async-update", "call-start", "call-done", "send-done", "recv-done", "add-dependency",
+    "replica-id", "opt-barrier", "domain", "async-update", "call-start", "add-dependency", "custom-call-start", "custom-call-update",
 }  # fmt: skip
 CUSTOM_FREE = ("AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGather", "Sharding")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -148,6 +147,7 @@ class _Walk:
                     self.visit(called, times / len(names))  # of branches one runs, and nobody knows which
             else:
                 self.collective(i, scope, times, name)
+                self.seen.add(_channel(i))
                 self.result.opaque += times * ('custom_call_target="TODO(' in i.rest)
                 self.inside(i.called("calls") or i.called("called_computations"), times)
                 self.result.hbm += times * moved_bytes(i, scope, self.found)
@@ -158,22 +158,21 @@ class _Walk:
     def inside(self, name: str, times: float) -> None:
         """Collectives in what a fusion or an asynchronous call holds."""
         for i in self.found.get(name, {}).values():
-            self.collective(i, self.found[name], times, name)
+            # A TPU may spread one collective over a chain of fusions, each of which shows it.
+            if _channel(i) not in self.seen:
+                self.collective(i, self.found[name], times, name)
+            self.seen.add(_channel(i))
             self.inside(i.called("calls"), times)
 
     def collective(self, i: Instruction, scope, times: float, computation: str) -> None:
         kind = i.op.removesuffix("-start")
-        channel = re.search(r"channel_id=(\d+)", i.rest)
-        key = channel[1] if channel else f"{computation} {i.name}"
-        # A TPU may spread one collective over a chain of fusions, each of which shows it.
-        if kind not in COLLECTIVES or key in self.seen:
+        if kind not in COLLECTIVES:
             return
-        self.seen.add(key)
         if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # as TPUs write it: a fusion of the sum and of the slice of it that a device keeps
-        taken = sum(_sizes(i.operands, scope))
-        sizes = arrays(i.shape)
-        given = max(sizes) if i.op.endswith("-start") else sum(sizes)
+        # A ragged exchange is also given where to write and four lists of rows.
+        taken = sum(_sizes(i.operands[:1] if kind.startswith("ragged") else i.operands, scope))
+        given = sum(_results(i))
         group = group_size(i.rest, self.devices)
         if group > 1:
             row = self.result.collectives.setdefault(kind, [0.0, 0.0])
@@ -185,6 +184,21 @@ def traffic(text: str, devices: int) -> Traffic:
     """Counts of the program `text` (`compiled.as_text()`) that runs on `devices` devices."""
     walk = _Walk(text, devices)
     return walk.visit(walk.entry, 1)
+
+
+def _channel(i: Instruction) -> tuple[str, str]:
+    """What tells the collectives of a program apart, as far as it writes one down. Ragged exchanges all have the same."""
+    channel = re.search(r"channel_id=(\d+)", i.rest)
+    return i.op.removesuffix("-start"), channel[1] if channel else i.name
+
+
+def _results(i: Instruction, hbm_only: bool = False) -> list[float]:
+    """Bytes of each result of an instruction. The shape of an asynchronous start is (operands, results, ...), of sums the results."""
+    sizes = arrays(i.shape, hbm_only)
+    if not i.op.endswith("-start") or i.op in ("all-reduce-start", "copy-start"):
+        return sizes
+    given = len(i.operands)
+    return sizes[given : given + (1 if i.op.startswith(("ragged", "slice")) else given)]
 
 
 def trip_count(condition: dict[str, Instruction], rest: str = "") -> int | None:
@@ -201,11 +215,13 @@ def _sizes(names, scope, hbm_only: bool = False) -> list[float]:
 
 def moved_bytes(i: Instruction, scope, found) -> float:
     """Bytes that one instruction reads and writes in HBM. A slice of an array counts as the slice, an update in place as the update."""
-    if i.op in FREE or (i.op == "custom-call" and any(name in i.rest for name in CUSTOM_FREE)):
+    if i.op in FREE or i.op.endswith("-done") or (i.op == "custom-call" and any(name in i.rest for name in CUSTOM_FREE)):
         return 0.0
-    out, reads = arrays(i.shape, hbm_only=True), _sizes(i.operands, scope, hbm_only=True)
-    if i.op in ("copy-start", "slice-start"):
-        return out[0] + min(reads[0], arrays(i.shape)[0])
+    out, reads = _results(i, hbm_only=True), _sizes(i.operands, scope, hbm_only=True)
+    if i.op == "copy-start":  # its shape is (result, operand, ...)
+        return out[0] + reads[0]
+    if i.op == "slice-start":
+        return out[0] + (_results(i)[0] if reads[0] else 0.0)
     if i.op in ("dynamic-slice", "gather", "slice"):
         return 2 * sum(out)
     if i.op in ("dynamic-update-slice", "scatter"):
@@ -215,24 +231,36 @@ def moved_bytes(i: Instruction, scope, found) -> float:
     return sum(out) + sum(reads)
 
 
+def _relabels(i: Instruction) -> bool:
+    """Whether it is its operand under another shape or layout."""
+    return i.op == "bitcast" or (i.op == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in i.rest and len(i.operands) == 1)
+
+
+def _origin(name: str, inner) -> str:
+    """The instruction of a fusion that `name` is, relabelling left out."""
+    while name in inner and _relabels(inner[name]):
+        name = inner[name].operands[0]
+    return name
+
+
 def _fusion_reads(i: Instruction, reads: list[float], found) -> list[float]:
     """Of each operand what is read: an operand that is only sliced counts as its slices, one that is handed on in place as nothing."""
     inner = found.get(i.called("calls"), {})
     users = collections.defaultdict(list)
     for user in inner.values():
         for name in user.operands:
-            users[name].append(user)
+            users[_origin(name, inner)].append(user)
     handed_on = {int(n) for n in re.findall(r"\{[\d,]*\}: \((\d+),", i.rest)}
     for p in inner.values():
         number = int(p.given) if p.op == "parameter" else -1
         if number < 0 or number >= len(reads) or not reads[number]:
             continue
-        using = users[p.name]
+        using = [user for user in users[p.name] if not _relabels(user)]
         if number in handed_on:
             reads[number] = 0.0
         elif using and all(user.op in ("dynamic-slice", "slice", "gather") for user in using):
             reads[number] = min(reads[number], sum(sum(arrays(user.shape)) for user in using))
-        elif using and all(user.op == "dynamic-update-slice" and user.operands[0] == p.name for user in using):
+        elif using and all(user.op == "dynamic-update-slice" and _origin(user.operands[0], inner) == p.name for user in using):
             reads[number] = 0.0
     return reads
 
@@ -246,9 +274,9 @@ def _fusion_writes(i: Instruction, out: list[float], found) -> list[float]:
     handed_on = {int(n or 0) for n in re.findall(r"\{(\d*)\}: \(\d+,", i.rest)}
     results = root.operands if root.op == "tuple" else [root.name]
     for k, name in enumerate(results[: len(out)]):
-        made = inner.get(name)
-        while made is not None and made.op in ("bitcast", "convert") and made.operands:
-            made = inner.get(made.operands[0])
+        made = inner.get(_origin(name, inner))
+        while made is not None and made.op == "convert":
+            made = inner.get(_origin(made.operands[0], inner))
         if made is not None and made.op == "dynamic-update-slice":
             out[k] = min(out[k], _sizes(made.operands[1:2], inner)[0])
         elif k in handed_on and made is not None and made.op == "parameter":

@@ -7,8 +7,12 @@ Shape legend: gammalm/models/parts.py; N tokens of one micro-batch on one device
 
 import math
 
-from gammalm.models.kernels import choose_attention, document_mask_bytes, head_sizes
+from gammalm.models.kernels import choose_attention, dense_mask_bytes, head_sizes
+from gammalm.sharding.mesh import BATCH_AXES
 from gammalm.trees import flat
+
+# What a plan's total is the sum of; `program` is known where one was compiled.
+KINDS = ("parameters", "optimizer", "buffers", "batch", "gradients", "activations", "program")
 
 
 def state(model, shardings, buffers: int) -> dict[str, int]:
@@ -22,18 +26,27 @@ def state(model, shardings, buffers: int) -> dict[str, int]:
     return {"parameters": parameters, "optimizer": 2 * parameters, "buffers": buffers + counters, "gradients": parameters}
 
 
+def batch(config, mesh_shape: dict[str, int]) -> int:
+    """Bytes of one device's rows of a step's batch, all micro-batches: int32 tokens, and document ids if packed so."""
+    rows = config.batch.sequences // math.prod(mesh_shape[axis] for axis in BATCH_AXES)
+    return rows * (config.data.seq_len + 1) * 4 * (2 if config.data.packing == "documents" else 1)
+
+
 def whole_layer(specs, pieces: int) -> int:
     """fp32 bytes of one layer's parameters, gathered over fsdp; `pieces` devices still share them (tensor, expert)."""
     stacked = [spec for path, spec in specs.items() if path.startswith("layers/")]
     return sum(4 * math.prod(spec.shape[1:]) for spec in stacked) // pieces
 
 
-def activations(config, specs, mesh_shape: dict[str, int], platform: str) -> dict[str, int]:
-    """Bytes of one device at the step's peak, by what holds them: layer inputs, one layer's own, the loss, gathered weights, masks."""
+def activations(config, specs, mesh_shape: dict[str, int], platform: str, generation: float | None = None) -> dict[str, int]:
+    """Bytes of one device at the step's peak, by what holds them: layer inputs, one layer's own, the loss, gathered weights, masks.
+
+    `platform` and `generation` as in `choose_attention`.
+    """
     c, T = config.model, config.data.seq_len
     size = 4 if c.dtype == "float32" else 2
     context, tensor = mesh_shape["context"], mesh_shape["tensor"]
-    rows = config.batch.sequences // config.batch.micro_batches // math.prod(mesh_shape[a] for a in ("data", "fsdp", "expert"))
+    rows = config.batch.sequences // config.batch.micro_batches // math.prod(mesh_shape[axis] for axis in BATCH_AXES)
     N = rows * T // context
     stream = N * c.d_model * (4 if c.residual_dtype == "float32" else 2)
     qk, value = head_sizes(c)
@@ -46,8 +59,7 @@ def activations(config, specs, mesh_shape: dict[str, int], platform: str) -> dic
     inner = products + 4 * N * c.d_model * size  # with normed inputs and branch outputs
     kept = {"none": inner, "dots": products, "full": 0}[c.remat]
     chunk = min(N, c.loss_chunk or N)
-    kernel = choose_attention(c.attention_kernel, platform, c.dtype, head_sizes(c), T, context)
-    mask = document_mask_bytes(kernel, rows, T // context, T, c.dtype) if config.data.packing == "documents" else 0
+    kernel = choose_attention(c.attention_kernel, platform, c.dtype, head_sizes(c), T, context, generation)
     scores = 0 if kernel != "blockwise" else 2 * rows * c.n_heads // tensor * max(128, T // 16) * T * 4
     head = c.vocab_size // tensor * c.d_model
     return {
@@ -55,5 +67,5 @@ def activations(config, specs, mesh_shape: dict[str, int], platform: str) -> dic
         "one layer": 2 * inner + scores,
         "loss": 2 * chunk * c.vocab_size // tensor * 4 + head * (4 + size),
         "gathered weights": 0 if mesh_shape["fsdp"] == 1 else 2 * whole_layer(specs, tensor * mesh_shape["expert"]),
-        "document mask": mask,
+        "dense mask": dense_mask_bytes(kernel, rows, T, context, config.data.packing == "documents"),
     }

@@ -15,6 +15,8 @@ from gammalm.errors import ConfigError
 # Name -> device kind as JAX gives it.
 TPUS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
 GPUS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
+# The most chips that one pod has: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}.
+LARGEST = {"v5e": 256, "v6e": 256, "v5p": 8960, "tpu7x": 9216}
 EXAMPLES = "v5e:16x16, v5p:4x4x8, v6e:16x16, tpu7x:4x4x4, h100:8, h200:1 or cpu"
 
 # What libtpu would ask a cloud machine for, and what keeps it from taking the one TPU of a machine that has one.
@@ -52,6 +54,8 @@ def parse(name: str) -> tuple[str, tuple[int, ...]]:
     extents = tuple(int(n) for n in extent.split("x"))
     if len(extents) != sides[kind]:
         raise ConfigError(f"--topology {name}: {kind} has {sides[kind]} extent{'s' * (sides[kind] > 1)}, for instance {EXAMPLES}.")
+    if math.prod(extents) > LARGEST.get(kind, math.inf):
+        raise ConfigError(f"--topology {name}: no {kind} pod has more than {LARGEST[kind]} chips.")
     return kind, extents
 
 
@@ -67,15 +71,19 @@ def has_libtpu() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def load(name: str) -> Topology:
-    """The topology `name`. Raises ConfigError: unknown, or a TPU where libtpu is missing or does not know the shape."""
+def load(name: str, *, compile_step: bool = True) -> Topology:
+    """The topology `name`. Raises ConfigError: unknown, or a TPU whose shape libtpu does not know, or to be compiled for without libtpu."""
     kind, extents = parse(name)
     if kind in GPUS:
         return Topology(name, GPUS[kind], "gpu", math.prod(extents))
     if kind == "cpu":
         return Topology(name, "cpu", "cpu", 1)
+    if not has_libtpu() and not compile_step:
+        from gammalm.sharding.devices import known  # imports JAX, which reads the environment
+
+        return Topology(name, TPUS[kind], "tpu", math.prod(extents) * known(TPUS[kind]).per_chip)
     if not has_libtpu():
-        raise ConfigError(f"--topology {name}: compiling for TPUs needs libtpu. pip install 'gammalm[plan]'")
+        raise ConfigError(f"--topology {name}: compiling for TPUs needs libtpu: pip install 'gammalm[plan]'. Or add --analytic.")
     from jax.experimental import topologies
 
     try:

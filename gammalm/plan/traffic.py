@@ -6,6 +6,7 @@ A model of the traffic, within about a factor of two; what a compiler says (hlo.
 import math
 
 from gammalm.models.flops import training_flops_per_token
+from gammalm.models.kernels import head_sizes
 
 
 def flop_per_token(model, seq_len: int, remat: str) -> float:
@@ -23,45 +24,62 @@ def _outside(model) -> int:
     return sum(math.prod(spec.shape) for spec in model.specs.values() if spec.role in roles)
 
 
-def collectives(config, parameters: int, mesh_shape: dict[str, int]) -> dict[str, list[float]]:
-    """Kind -> [count, bytes that one device sends]. `parameters` in all.
+def _gathered(held: dict[str, int], mesh_shape: dict[str, int], bytes_each: int) -> float:
+    """Bytes of a device's parameters once they are gathered over fsdp. `held` is of memory.state, fp32."""
+    return held["parameters"] / 4 * mesh_shape["fsdp"] * bytes_each
+
+
+def _passes(remat: str) -> int:
+    """Passes over the weights of all layers: forward, recomputed, backward."""
+    return 2 if remat == "none" else 3
+
+
+def collectives(config, held: dict[str, int], mesh_shape: dict[str, int]) -> dict[str, list[float]]:
+    """Kind -> [count, bytes that one device sends]; `held` is of memory.state.
 
     Over fsdp weights are gathered in the compute dtype for each pass over them and gradients scattered in fp32; over data gradients are
-    summed; over tensor the two branches of each layer are summed, forward, recomputed and backward.
+    summed (over expert too, except those of experts, which is left out here); over tensor the two branches of each layer are summed in
+    every pass; over context keys and values are gathered in every pass, and what is sent back of them is as much as one more; over expert
+    tokens go to where their experts are and back.
     """
     c, M, layers = config.model, config.batch.micro_batches, config.model.n_layers
     size = 4 if c.dtype == "float32" else 2
-    fsdp, data, tensor, expert = (mesh_shape[axis] for axis in ("fsdp", "data", "tensor", "expert"))
-    passes = 2 if c.remat == "none" else 3
+    fsdp, data, tensor, expert, context = (mesh_shape[axis] for axis in ("fsdp", "data", "tensor", "expert", "context"))
+    passes = _passes(c.remat)
     rows = config.batch.sequences // M // (data * fsdp * expert)
-    stream = rows * config.data.seq_len // mesh_shape["context"] * c.d_model * size
-    here = parameters / (tensor * expert)
-    found = {}
+    tokens = rows * config.data.seq_len // context
+    stream = tokens * c.d_model * size
+    count, sent = {}, {}
+
+    def add(kind: str, times: int, bytes_: float) -> None:
+        count[kind], sent[kind] = count.get(kind, 0) + times, sent.get(kind, 0.0) + bytes_
+
     if fsdp > 1:
         share = (fsdp - 1) / fsdp
-        found["all-gather"] = [passes * M * layers, passes * M * here * size * share]
-        found["reduce-scatter"] = [M * layers, M * here * 4 * share]
-    sums = [0.0, 0.0]
+        add("all-gather", passes * M * layers, passes * M * _gathered(held, mesh_shape, size) * share)
+        add("reduce-scatter", M * layers, M * _gathered(held, mesh_shape, 4) * share)
+    if context > 1:
+        kv_heads = c.n_heads if c.attention == "mla" else c.n_kv_heads
+        of_layer = tokens * kv_heads // tensor * sum(head_sizes(c)) * size * (context - 1)  # a device sends its part to all others
+        add("all-gather", (passes - 1) * M * layers, (passes - 1) * M * layers * of_layer)
+        add("reduce-scatter", M * layers, M * layers * of_layer)
     if data > 1:
-        sums = [M * layers, M * 2 * here / fsdp * 4 * (data - 1) / data]
+        add("all-reduce", M * layers, M * 2 * held["gradients"] * (data - 1) / data)
     if tensor > 1:
-        sums = [sums[0] + 2 * passes * M * layers, sums[1] + 2 * passes * M * layers * 2 * stream * (tensor - 1) / tensor]
-    if sums[0]:
-        found["all-reduce"] = sums
+        add("all-reduce", 2 * passes * M * layers, 2 * passes * M * layers * 2 * stream * (tensor - 1) / tensor)
     if expert > 1:
         exchanged = stream * min(c.moe.top_k, expert) * (expert - 1) / expert
-        found["all-to-all"] = [2 * passes * M * layers, 2 * passes * M * layers * exchanged]
-    return found
+        add("all-to-all", 2 * passes * M * layers, 2 * passes * M * layers * exchanged)
+    return {kind: [count[kind], sent[kind]] for kind in count}
 
 
-def hbm_bytes(config, parameters: int, held: dict[str, int], active: dict[str, int], mesh_shape: dict[str, int]) -> float:
+def hbm_bytes(config, held: dict[str, int], active: dict[str, int], mesh_shape: dict[str, int]) -> float:
     """Bytes of HBM read and written by one device: the optimizer's pass, weights for each pass over them, activations in and out.
 
     `held` and `active` are of memory.state and memory.activations.
     """
     c, M = config.model, config.batch.micro_batches
-    passes = 2 if c.remat == "none" else 3
     optimizer = 2 * (held["parameters"] + held["optimizer"]) + 2 * held["gradients"]
-    weights = M * passes * parameters / (mesh_shape["tensor"] * mesh_shape["expert"]) * (4 if c.dtype == "float32" else 2)
-    streams = M * (2 * active["layer inputs"] + passes * c.n_layers * active["one layer"])
+    weights = M * _passes(c.remat) * _gathered(held, mesh_shape, 4 if c.dtype == "float32" else 2)
+    streams = M * (2 * active["layer inputs"] + _passes(c.remat) * c.n_layers * active["one layer"])
     return optimizer + weights + streams

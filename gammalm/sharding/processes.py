@@ -26,6 +26,7 @@ START_SECONDS = 300
 HEARTBEAT_SECONDS = 100  # a process that is silent for so long is taken for dead by the runtime, which aborts the others
 SILENT_SECONDS = 40.0  # and by us, who can say so: `Pulse`
 SHUTDOWN_SECONDS = 600  # the others wait at their end for process 0, which may have a report to write
+ANSWER_SECONDS = 10.0  # for process 0 to say who is late
 LEAVE_SECONDS = 4.0  # after a fault, for the main thread to end by itself
 # Where a launcher puts the number of processes and the number of this one, in the order in which they are believed.
 COUNTED_BY = (("SLURM_NTASKS", "SLURM_PROCID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("NNODES", "NODE_RANK"))
@@ -191,35 +192,38 @@ def exchange(name: str, value: Any = None, *, seconds: float = BARRIER_SECONDS) 
         return [value]
     client, call = _client(), f"gammalm/exchange/{name}/{_calls[name]}"
     _calls[name] += 1
+    keys = [f"{call}/{process}" for process in range(count())]
     deadline = time.monotonic() + seconds
     try:
-        client.key_value_set(f"{call}/{index()}", json.dumps(value))
+        client.key_value_set(keys[index()], json.dumps(value))
         if leads():
-            found, late = {}, []
-            for process in range(count()):
-                answer = _get(client, f"{call}/{process}", deadline - time.monotonic())
-                if answer is None:
-                    late.append(describe(process))
-                found[process] = answer
-            text = json.dumps({"late": late} if late else {"values": [json.loads(found[p]) for p in range(count())]})
-            client.key_value_set(f"{call}/all", text)
+            for key in keys:
+                if _get(client, key, deadline - time.monotonic()) is None:
+                    break  # the time is over for all
+            there = dict(client.key_value_dir_get(f"{call}/"))
+            late = [process for process, key in enumerate(keys) if key not in there]
+            values = None if late else [json.loads(there[key]) for key in keys]
+            client.key_value_set(f"{call}/all", json.dumps([late, values]))
             if _calls[name] > 1:  # all have read the one before: they have come to this one
                 client.key_value_delete(f"gammalm/exchange/{name}/{_calls[name] - 2}/")
-        else:
-            text = _get(client, f"{call}/all", seconds + 10)
-            text = text or json.dumps({"late": [describe(0)]})
+        elif answer := _get(client, f"{call}/all", seconds + ANSWER_SECONDS):
+            late, values = json.loads(answer)
+        else:  # process 0 still waits, or hangs
+            there = dict(client.key_value_dir_get(f"{call}/"))
+            late = [process for process, key in enumerate(keys) if key not in there] or [0]
+        names = ", ".join(describe(process) for process in late)
     except jax.errors.JaxRuntimeError as error:
         raise TrainingError(f"{name}: process 0, which keeps them together, cannot be reached ({str(error)[:200]}).") from error
-    answer = json.loads(text)
-    if "late" in answer:
+    if late:
         raise TrainingError(
-            f"{name}: {', '.join(answer['late'])} of {count()} did not come within {seconds:.0f} s. Look there for what it does or died "
-            "of, then start all of them again."
+            f"{name}: {names} of {count()} did not come within {seconds:.0f} s. Look there for what it does or died of, then start all of "
+            "them again."
         )
-    return answer["values"]
+    return values
 
 
 def _get(client, key: str, seconds: float) -> str | None:
+    """The value of `key`, waiting for it; None after `seconds`."""
     try:
         return client.blocking_key_value_get(key, max(1, int(seconds * 1000)))
     except jax.errors.JaxRuntimeError as error:
@@ -290,29 +294,43 @@ class Pulse:
     A device whose process is gone lets the others wait without end on some backends.
     """
 
+    ENDED = "ended"
+
     def __init__(self):
         self.bound = env_seconds("GAMMALM_SILENT_SECONDS", SILENT_SECONDS)
         self._beats, self._next = 0, 0.0
-        self._seen: dict[str, tuple[str, float]] = {}  # by process: its last sign, and when it was first seen here
+        self._seen: dict[int, tuple[str | None, float]] = {}  # by process: its last sign, and when it was first seen here
 
     def beat(self) -> None:
         """Gives a sign if it is time for one, and on process 0 announces as FAULT a process that has given none for `bound` seconds."""
         now = time.monotonic()
-        if _client() is None or now < self._next:
+        if now < self._next:
             return
         self._next = now + self.bound / 8
         self._beats += 1
+        signs = self._sign(str(self._beats))
+        for process, sign in signs.items():
+            if self._seen.get(process, (None, 0.0))[0] != sign:
+                self._seen[process] = sign, now
+            elif sign != self.ENDED and now - self._seen[process][1] > self.bound:
+                announce(FAULT, f"{describe(process)} has given no sign of life for {self.bound:.0f} s: it or its host died")
+
+    def end(self) -> None:
+        """The last sign: no more will come, and all is well. Process 0 may be busy for long after the others, with a report say."""
+        self._sign(self.ENDED)
+
+    def _sign(self, text: str) -> dict[int, str]:
+        """Leaves `text` as this process's sign; on process 0 the signs of all, "" for who has given none yet."""
+        if _client() is None:
+            return {}
         try:
-            _client().key_value_set(f"gammalm/pulse/{index()}", str(self._beats), allow_overwrite=True)
-            signs = dict(_client().key_value_dir_get("gammalm/pulse/")) if leads() else {}
+            _client().key_value_set(f"gammalm/pulse/{index()}", text, allow_overwrite=True)
+            if not leads():
+                return {}
+            there = dict(_client().key_value_dir_get("gammalm/pulse/"))
         except jax.errors.JaxRuntimeError:
-            return  # process 0 is gone: the runtime ends us and says so
-        for key, sign in signs.items():
-            if self._seen.get(key, ("", 0.0))[0] != sign:
-                self._seen[key] = sign, now
-            elif now - self._seen[key][1] > self.bound:
-                silent = describe(int(key.rpartition("/")[2]))
-                announce(FAULT, f"{silent} has given no sign of life for {self.bound:.0f} s: it or its host died")
+            return {}  # process 0 is gone: the runtime ends us and says so
+        return {process: there.get(f"gammalm/pulse/{process}", "") for process in range(count())}
 
 
 @contextlib.contextmanager

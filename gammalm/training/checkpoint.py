@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from gammalm.errors import CheckpointError, ConfigError
+from gammalm.errors import CheckpointError, ConfigError, TrainingError
 from gammalm.files import DISK_FULL, sync_folder
 from gammalm.sharding import processes
 from gammalm.training.integrity import SEAL, inspect, seal
@@ -161,7 +161,10 @@ class Checkpointer:
         wait_for([self._pending])
         pending, self._pending = self._pending, None
         own = pending.exception()
-        told = processes.exchange("saved", own and str(own))
+        try:
+            told = processes.exchange("saved", own and str(own))
+        except TrainingError as late:
+            raise own or late from None
         if own:
             raise own
         for process, text in enumerate(told):

@@ -63,13 +63,13 @@ def inspect(folder: Path) -> tuple[dict[str, Any], list[str]]:
     faults = [f"{name} is missing" for name in expected if name not in present]
     faults += [f"{name} does not belong" for name in present if name not in expected]
     whole = []
-    for name in (n for n in expected if n in present):
-        size, wanted = (folder / name).stat().st_size, expected[name]["bytes"]
-        if size == wanted:
-            whole.append(name)
-        else:
-            faults.append(f"{name} has {size} bytes instead of {wanted}")
     try:
+        for name in (n for n in expected if n in present):
+            size, wanted = (folder / name).stat().st_size, expected[name]["bytes"]
+            if size == wanted:
+                whole.append(name)
+            else:
+                faults.append(f"{name} has {size} bytes instead of {wanted}")
         digests = _digests(folder, whole, sync=False)
     except OSError as e:
         return body["facts"], [*faults, f"unreadable: {e}"]

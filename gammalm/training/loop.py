@@ -5,26 +5,24 @@ batches of step n are a pure function of (seed, n), so a run that was killed goe
 """
 
 import contextlib
-import dataclasses
-import itertools
 import math
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 
-from gammalm.data.load import open_split
 from gammalm.data.loader import Loader
-from gammalm.errors import DataError, TrainingError
+from gammalm.errors import ConfigError, TrainingError
 from gammalm.models.flops import training_flops_per_token
 from gammalm.progress import Progress
 from gammalm.sharding import processes
 from gammalm.sharding.devices import peak_flops
+from gammalm.training import goodput, validation
 from gammalm.training.checkpoint import Checkpointer
 from gammalm.training.diagnose import first_fault
-from gammalm.training.load import restore_imported
+from gammalm.training.lanes import Lane, Outcome, Run, restore
 from gammalm.training.preemption import Notice, Preempted
+from gammalm.training.profile import Profile
 from gammalm.training.program import Programs
 from gammalm.training.step import scalars
 from gammalm.training.watchdog import Watchdog
@@ -34,69 +32,32 @@ BY_LAYER = ("load_entropy", "load_max", "load_min", "dropped", "balance")  # of 
 TAIL = 0.05  # the share of last steps whose mean loss is reported as the training loss
 
 
-@dataclasses.dataclass
-class Run:
-    """One run to train: its config, its folder, and the name it goes by in messages."""
-
-    config: object
-    workdir: Path
-    name: str = "train"
-
-
-@dataclasses.dataclass
-class Outcome:
-    """How one run ended. `validation`: the last validation row; `error`: what stopped it, or None; `halted`: that was its own numbers."""
-
-    steps: int
-    tokens: int
-    seconds: float
-    train_loss: float | None = None
-    validation: dict | None = None
-    error: str | None = None
-    halted: bool = False
-
-
-class _Lane:
-    """One run inside a group: its data, its checkpoints, its metrics."""
-
-    def __init__(self, run: Run):
-        c = run.config
-        self.run, self.config = run, c
-        self.error: str | None = None
-        how = dict(seq_len=c.data.seq_len, packing=c.data.packing, mixture=c.data.mixture, seed=c.seed)
-        self.train = open_split(c.data.path, "train", batch=c.batch.sequences, **how)
-        self.validation = open_split(c.data.path, "validation", batch=c.batch.sequences // c.batch.micro_batches, **how)
-        if self.train.vocab_size > c.model.vocab_size:
-            raise DataError(
-                f"{c.data.path}: its tokenizer has {self.train.vocab_size} tokens, config.model.vocab_size is {c.model.vocab_size}. "
-                "Give the model at least as many, or prepare the data with a smaller --vocab-size."
-            )
-
-    def tokens(self, step: int) -> int:
-        return step * self.config.batch.sequences * self.config.data.seq_len
-
-
 def train(
-    runs: list[Run], programs: Programs, *, mode: str = "single", cell_devices: int = 1, title: str = "", notice: Notice | None = None
-) -> list[Outcome]:
+    runs: list[Run], programs: Programs, *, mode: str = "single", cell_devices: int = 1, title: str = "", notice: Notice | None = None,
+    profile: tuple[int, int] | None = None,
+) -> list[Outcome]:  # fmt: skip
     """Trains `runs`, which must share a program, to their last step; returns one Outcome each. Every process calls it alike.
 
     Raises GammalmError for what stops all of them (data, checkpoints, config, another process that is gone); a run whose numbers go wrong
-    ends alone. Raises Preempted, with everything saved, where `notice` was given to stop.
+    ends alone. Raises Preempted, with everything saved, where `notice` was given to stop. `profile`: first and last step to trace.
     """
-    lanes = [_Lane(run) for run in runs]
-    cells = None if mode == "single" else len(lanes)
-    how = dict(cells=cells, mode=mode, cell_devices=cell_devices)
-    program = programs.get(lanes[0].config, lanes[0].train.token_bytes, **how)
-    processes.on_first("prepare", lambda: [prepare(lane.run.workdir, lane.config, program.model.specs) for lane in lanes])
+    clock = goodput.Goodput()
+    if mode != "single" and runs[0].config.train.spike == "rollback":
+        raise ConfigError("train.spike=rollback goes back with one run at a time. Use --mode single, or train.spike=skip.")
+    with clock.phase("start"):
+        lanes = [Lane(run) for run in runs]
+        cells = None if mode == "single" else len(lanes)
+        how = dict(cells=cells, mode=mode, cell_devices=cell_devices)
+        program = programs.get(lanes[0].config, lanes[0].train.token_bytes, **how)
+        processes.on_first("prepare", lambda: [prepare(lane.run.workdir, lane.config, program.model.specs) for lane in lanes])
     try:
         with contextlib.ExitStack() as stack:
+            watchdog = stack.enter_context(Watchdog(lanes[0].config.train.stall_timeout))  # first: it sees the last save to its end
             checkpointers = [
                 stack.enter_context(Checkpointer(lane.run.workdir / "checkpoints", keep=lane.config.train.checkpoints_kept))
                 for lane in lanes
             ]
-            watchdog = stack.enter_context(Watchdog(lanes[0].config.train.stall_timeout))
-            return _Group(lanes, program, checkpointers, title, notice, watchdog).run()
+            return _Group(lanes, program, checkpointers, title, notice, watchdog, clock, profile).run()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             lost = processes.lost(error)
@@ -112,16 +73,28 @@ def train(
 class _Group:
     """The lanes of one program, step by step."""
 
-    def __init__(self, lanes, program, checkpointers, title, notice, watchdog):
+    def __init__(self, lanes, program, checkpointers, title, notice, watchdog, clock, profile):
         self.lanes, self.program, self.checkpointers = lanes, program, checkpointers
-        self.notice, self.watchdog = notice, watchdog
+        self.notice, self.watchdog, self.clock = notice, watchdog, clock
         self.compiled: set[str] = set()
         self.title = title or lanes[0].run.name
         self.config = lanes[0].config
         self.steps = self.config.train.steps
         self.scalars = program.scalars([scalars(lane.config) for lane in lanes])
-        self.start, self.state, self.seconds = self._restore()
+        with clock.phase("start"):
+            found = restore(lanes, checkpointers, program)
+        self.start, self.state, self.saved, extras = found.step, found.state, found.saved, found.extras
+        self.seconds = max(extra.get("seconds", 0.0) for extra in extras)
+        self.spent = [extra.get("goodput", {}) for extra in extras]  # before this process, by phase
+        self.left_out, self.rollbacks = (extras[0].get(name, 0) for name in ("left_out", "rollbacks"))  # who rolls back is alone
+        self.pending = None  # (step, metrics) that was dispatched and not read
+        self.spike: dict | None = None  # the one to roll back from
+        self.profile = Profile(lanes[0].run.workdir / "profile", profile, self.start)
         self.metrics = [Metrics(lane.run.workdir, self.start) for lane in lanes]
+        for lane, metrics in zip(lanes, self.metrics, strict=True):
+            steps, seconds = goodput.lost_with(metrics.dropped, self.start, lane.tokens(1))
+            if steps:
+                metrics.write("lost", self.start, {"steps": steps, "seconds": round(seconds / len(lanes), 3)})
         if self.start < self.steps:
             for metrics in self.metrics:
                 metrics.record_versions(self.start)
@@ -132,93 +105,100 @@ class _Group:
         flops = training_flops_per_token(program.model, self.config.data.seq_len)
         self.mfu_per_rate = flops / (peak * program.mesh.size) if peak else None
 
-    def _restore(self):
-        """(step, state, seconds each spent before) from the newest step that all lanes have; from the beginning where there is none.
-
-        A lane that is further (it was trained alone before) repeats steps: they come out the same. The beginning is γ-initialization, or
-        the weights of an imported model.
-        """
-        taken = [c.restore_latest(self.program.abstract_state) for c in self.checkpointers]
-        newest = min((restored[0] if restored else 0) for restored in taken)
-        there = [c.agreed_steps() for c in self.checkpointers]
-        common = max(set.intersection(*map(set, there)) & set(range(newest + 1)), default=0)
-        self.saved = [max(steps, default=-1) for steps in there]
-        states, seconds = [], 0.0
-        for lane, checkpointer, restored in zip(self.lanes, self.checkpointers, taken, strict=True):
-            if common:
-                step, state, extra = restored
-                if step != common:
-                    state, extra = checkpointer.restore(common, self.program.abstract_state)
-                seconds = max(seconds, extra["seconds"])
-                lane.error, tokenizer = extra["error"], extra["tokenizer"]
-            else:
-                state, tokenizer = self.program.init(lane.config), None
-                if imported := restore_imported(lane.run.workdir, self.program.abstract_state):
-                    weights, tokenizer = imported
-                    state |= weights
-            states.append(state)
-            if tokenizer not in (None, lane.train.tokenizer_sha256):
-                raise DataError(
-                    f"{lane.run.workdir}: its run began with another tokenizer than that of {lane.config.data.path}. Token numbers would "
-                    "mean other text: give config.data.path the folder it began with, or choose another --workdir."
-                )
-        return common, self.program.stack(states), seconds
-
     def run(self) -> list[Outcome]:
         try:
             if self.start < self.steps:
                 self._train()
             self._validate(self.steps)
+            self._account()
             return [self._outcome(i) for i in range(len(self.lanes))]
         finally:
             for metrics in self.metrics:
                 metrics.close()
 
     def _train(self) -> None:
-        c = self.config.train
-        tokens = self.lanes[0].tokens(1) * len(self.lanes)
         self.progress = Progress(self.title, self.steps, "steps", done=self.start, quiet=not processes.leads())
-        size = self.config.batch.sequences
-        loaders = [Loader(lane.train, self.start, self.program.rows(size)) for lane in self.lanes]
-        pending = None
+        self.loaders: list[Loader] = []
+        step, every = self.start, self.config.train.validate_every
         try:
-            if self.start and c.validate_every and self.start % c.validate_every == 0:
-                self._validate(self.start)  # where the run ended between saving and validating
-            for step in range(self.start, self.steps):
+            if step and every and step % every == 0:
+                self._validate(step)  # where the run ended between saving and validating
+            self._open_loaders(step)
+            while step < self.steps:
                 if self._told_to_stop():
-                    if pending is not None:
-                        self._read(*pending, loaders, tokens)
-                    self._stop(step)
-                batch = self.program.put([next(loader)[1] for loader in loaders], size)
-                self._compiles_once("step")
-                self.state, metrics = self.program.step(self.state, batch, self.scalars)
-                if pending is not None:
-                    self._read(*pending, loaders, tokens)
-                pending = (step + 1, metrics)
-                if step + 1 == self.steps or (step + 1) % c.checkpoint_every == 0:
-                    self._read(*pending, loaders, tokens)
-                    pending = None
-                    self._save(step + 1)
-                if c.validate_every and (step + 1) % c.validate_every == 0:
-                    if pending is not None:
-                        self._read(*pending, loaders, tokens)
-                        pending = None
-                    self._validate(step + 1)
+                    self._settle()
+                    if self.spike is None:
+                        self._stop(step)
+                else:
+                    step += 1
+                    self._advance(step)
+                if self.spike is not None:
+                    step = self._roll_back(step)
                 if all(lane.error for lane in self.lanes):
                     break
         finally:
-            for loader in loaders:
+            self.profile.stop()
+            for loader in self.loaders:
                 loader.close()
         self.progress.close(f"loss {self.shown:.4f}" if math.isfinite(self.shown) else "")
 
-    def _read(self, step: int, metrics, loaders, tokens: int) -> None:
+    def _open_loaders(self, step: int) -> None:
+        rows = self.program.rows(self.config.batch.sequences)
+        self.loaders = [Loader(lane.train, step + self.left_out, rows) for lane in self.lanes]
+
+    def _advance(self, step: int) -> None:
+        """Makes `step` (from 1), reads the one before, saves and validates where that is due."""
+        c = self.config.train
+        if self.profile.starts(step):
+            self._settle()
+            self.profile.start()
+        with self.clock.phase("data"):
+            batch = self.program.put([next(loader)[1] for loader in self.loaders], self.config.batch.sequences)
+        late, self.pending = self.pending, None
+        with self.profile.step(step):
+            self.state, metrics = self._call("step", self.program.step, self.state, batch, self.scalars)
+        if late:
+            self._read(*late)
+        self.pending = (step, metrics)
+        save = step == self.steps or step % c.checkpoint_every == 0
+        validate = c.validate_every and step % c.validate_every == 0
+        if save or validate or self.profile.ends(step):
+            self._settle()
+        if self.profile.ends(step):
+            self.profile.stop()
+        if save and self.spike is None:
+            self._save(step)
+        if validate and self.spike is None:
+            self._validate(step)
+
+    def _settle(self) -> None:
+        """Reads the step that is still out, unless it is to be thrown away."""
+        late, self.pending = self.pending, None
+        if late and self.spike is None:
+            self._read(*late)
+
+    def _call(self, phase: str, function, *arguments):
+        """Calls a compiled function. The first time it compiles, which may take longer than any stall."""
+        first = phase not in self.compiled
+        if first:
+            self.compiled.add(phase)
+            self.watchdog.rest()
+        with self.clock.phase("compile" if first else phase):
+            return function(*arguments)
+
+    def _read(self, step: int, metrics) -> None:
         """Fetches the metrics of a finished step, looks for faults, writes rows, moves the progress line."""
-        values = jax.device_get(metrics)
+        with self.clock.phase("step"):
+            values = jax.device_get(metrics)
         if self.program.cells is None:
             values = {name: np.asarray(value)[None] for name, value in values.items()}
         for i, lane in enumerate(self.lanes):
             if values["halted"][i] and not lane.error:
                 self._halt(i, step)
+            if "spike" in values and values["spike"][i] and not lane.error:
+                self._meet_spike(i, step, {name: float(values[key][i]) for name, key in (("loss", "loss"), ("bound", "spike_bound"))})
+        if self.spike is not None:
+            return
         alive = [i for i, lane in enumerate(self.lanes) if not lane.error]
         self.shown = float(np.mean(values["loss"][alive])) if alive else math.nan
         now = time.monotonic()
@@ -227,9 +207,9 @@ class _Group:
             self.progress.advance(1, self._note())
             return
         elapsed, self.last_mark = max(now - self.last_mark, 1e-9), now
-        self.rate = tokens * (step - self.last_logged) / elapsed
+        self.rate = self.lanes[0].tokens(step - self.last_logged) * len(self.lanes) / elapsed
         self.last_logged = step
-        self.waited = sum(loader.take_waited() for loader in loaders) / elapsed
+        self.waited = sum(loader.take_waited() for loader in self.loaders) / elapsed
         for i in alive:
             self.metrics[i].write("train", step, {
                 "tokens": self.lanes[i].tokens(step),
@@ -255,22 +235,82 @@ class _Group:
     def _halt(self, i: int, step: int) -> None:
         """Ends lane `i`, whose numbers went wrong in `step`; its state is that before the step."""
         lane = self.lanes[i]
-        fault = first_fault(self.program, self.program.pick(self.state, i), lane.train.batch(step - 1), lane.config)
+        fault = first_fault(self.program, self.program.pick(self.state, i), lane.train.batch(step - 1 + self.left_out), lane.config)
         lane.error = f"step {step}: loss or gradient is not finite: {fault}. Parameters were left as before the step."
         self.metrics[i].write("halted", step, {"error": lane.error})
 
-    def _save(self, step: int) -> None:
-        for i, checkpointer in enumerate(self.checkpointers):
-            if step > self.saved[i]:
-                self.saved[i] = step
-                extra = {"seconds": self._seconds(), "error": self.lanes[i].error, "tokenizer": self.lanes[i].train.tokenizer_sha256}
-                checkpointer.save(step, self.program.pick(self.state, i), extra)
+    def _meet_spike(self, i: int, step: int, found: dict) -> None:
+        """Lane `i` met a spike in `step`, whose update the device did not make. `found`: its loss and the bound."""
+        c = self.config.train
+        if c.spike == "skip":
+            self.metrics[i].write("skipped", step, found)
+        elif self.rollbacks < c.spike_rollbacks:
+            self.spike = {"spike_step": step, **found}
+        else:
+            self.lanes[i].error = (
+                f"step {step}: its loss, {found['loss']:.4f}, is a spike (above {found['bound']:.4f}), and the run was rolled back "
+                f"{self.rollbacks} times already (train.spike_rollbacks). A smaller optimizer.learning_rate may help, in another --workdir."
+            )
+            self.metrics[i].write("halted", step, {"error": self.lanes[i].error})
 
-    def _compiles_once(self, what: str) -> None:
-        """Compiling may take longer than any stall."""
-        if what not in self.compiled:
-            self.compiled.add(what)
-            self.watchdog.rest()
+    def _roll_back(self, made: int) -> int:
+        """Back to the newest checkpoint, which is from before the spike; the batches since then are left out. Returns its step.
+
+        Nothing of it is written but the row: whatever goes on from that checkpoint meets the same spike and does the same.
+        """
+        spike, self.spike, self.pending, self.state = self.spike, None, None, None
+        for loader in self.loaders:
+            loader.close()
+        self.clock.lose()
+        self.watchdog.rest()
+        with self.clock.phase("start"):
+            found = restore(self.lanes, self.checkpointers, self.program)
+        step, self.state = found.step, found.state
+        self.left_out += spike["spike_step"] - step
+        self.rollbacks += 1
+        (metrics,) = self.metrics
+        metrics.rewind(step)
+        # Under the number of the first step that is made again: what resumes from `step` makes it, and this row, again.
+        metrics.write("rollback", step + 1, {**spike, "left_out": self.left_out, "steps": made - step})
+        processes.say(
+            f"{self.title}: step {spike['spike_step']}: its loss, {spike['loss']:.4f}, is a spike (above {spike['bound']:.4f}). "
+            f"Back to step {step}; the batches since then are left out."
+        )
+        self.last_logged, self.last_mark = step, time.monotonic()
+        self.progress.advance(step - self.progress.done)
+        self._open_loaders(step)
+        return step
+
+    def _save(self, step: int) -> None:
+        with self.clock.phase("checkpoint"):
+            for i, checkpointer in enumerate(self.checkpointers):
+                if step > self.saved[i]:
+                    self.saved[i] = step
+                    lane = self.lanes[i]
+                    extra = {
+                        "seconds": self._seconds(), "error": lane.error, "tokenizer": lane.train.tokenizer_sha256,
+                        "goodput": self._phases(i), "left_out": self.left_out, "rollbacks": self.rollbacks,
+                    }  # fmt: skip
+                    checkpointer.save(step, self.program.pick(self.state, i), extra)
+        self.clock.keep()
+
+    def _phases(self, i: int) -> dict[str, float]:
+        """Lane `i`'s seconds by phase, over all processes that saved; lanes that trained together share theirs."""
+        return goodput.add(self.spent[i], self.clock.seconds(), 1 / len(self.lanes))
+
+    def _account(self) -> None:
+        """The row "goodput" of each lane that came to its end and has none."""
+        with self.clock.phase("checkpoint"):
+            for checkpointer in self.checkpointers:
+                checkpointer.wait()
+        for i, (lane, metrics) in enumerate(zip(self.lanes, self.metrics, strict=True)):
+            rows = metrics.rows()
+            if lane.error or _row_at(rows, "goodput", self.steps) or (self.start == self.steps and not self.spent[i]):
+                continue
+            died = [row for row in rows if row["kind"] == "lost"]
+            seconds = goodput.add(self._phases(i), {"lost": sum(row["seconds"] for row in died)})
+            steps = sum(row["steps"] for row in rows if row["kind"] in ("lost", "rollback"))
+            metrics.write("goodput", self.steps, goodput.row(seconds, steps))
 
     def _told_to_stop(self) -> bool:
         return self.notice is not None and self.notice.due()
@@ -289,46 +329,34 @@ class _Group:
 
     def _validate(self, step: int) -> None:
         """One row per lane that lacks it: token-weighted loss over the whole validation split, by domain and over all."""
-        limit = self.config.train.validation_batches
-        split = self.lanes[0].validation
-        tables: list[dict] = [{} for _ in self.lanes]
-        batches = {domain: min(split.validation_batches(domain), limit or 10**9) for domain in split.domains}
-        batches = {domain: count for domain, count in batches.items() if count}  # a single token has no context: nothing to predict
-        if not any(_lacks(lane, metrics, step) for lane, metrics in zip(self.lanes, self.metrics, strict=True)):
+        lacking = [
+            (i, lane, metrics)
+            for i, (lane, metrics) in enumerate(zip(self.lanes, self.metrics, strict=True))
+            if not lane.error and not _row_at(metrics.rows(), "validation", step)
+        ]
+        if not lacking:
             return
-        self._compiles_once("validation")
+        split = self.lanes[0].validation
+        batches = validation.batches_of(split, self.config.train.validation_batches)
         progress = Progress("validation", sum(batches.values()), "batches", quiet=not processes.leads())
+
+        def before() -> None:
+            if self._told_to_stop():
+                self._stop(step)
+
+        def after(domain: str) -> None:
+            self.watchdog.beat(f"a batch of {domain}, validation at step {step} of {self.title}")
+            progress.advance(1, domain)
+
+        def sums(batch):
+            return self._call("validation", self.program.validate, self.state, batch, self.scalars["norm_eps"])
+
         size = self.config.batch.sequences // self.config.batch.micro_batches
-        rows = self.program.rows(size)
-        for domain, count in batches.items():
-            sums = [dict.fromkeys(("nats", "tokens", "bytes"), 0.0) for _ in self.lanes]
-            pending = None  # read a batch late, as in training
-
-            def read(found, sums=sums, domain=domain):
-                for name, values in jax.device_get(found).items():
-                    for total, value in zip(sums, np.atleast_1d(values), strict=True):
-                        total[name] += float(value)
-                self.watchdog.beat(f"a batch of {domain}, validation at step {step} of {self.title}")
-                progress.advance(1, domain)
-
-            for batch in itertools.islice(split.validation(domain, rows), count):
-                if self._told_to_stop():
-                    self._stop(step)
-                batch = self.program.put([batch] * len(self.lanes), size)
-                found = self.program.validate(self.state, batch, self.scalars["norm_eps"])
-                if pending is not None:
-                    read(pending)
-                pending = found
-            read(pending)
-            for i, total in enumerate(sums):
-                tables[i][domain] = total
-        for lane, metrics, table in zip(self.lanes, self.metrics, tables, strict=True):
-            if not _lacks(lane, metrics, step):
-                continue
-            whole = {name: sum(row[name] for row in table.values()) for name in ("nats", "tokens", "bytes")}
-            rows = {domain: {**_losses(row), "tokens": int(row["tokens"])} for domain, row in table.items()}
-            epochs = {domain: round(times, 4) for domain, times in lane.train.epochs(step).items()}
-            metrics.write("validation", step, {"tokens": lane.tokens(step), **_losses(whole), "domains": rows, "epochs": epochs})
+        with self.clock.phase("validation"):
+            tables = validation.run(self.program, sums, split, batches, size, before, after)
+        for i, lane, metrics in lacking:
+            epochs = {domain: round(times, 4) for domain, times in lane.train.epochs(step + self.left_out).items()}
+            metrics.write("validation", step, {"tokens": lane.tokens(step), **validation.summary(tables[i]), "epochs": epochs})
 
     def _outcome(self, i: int) -> Outcome:
         lane, rows = self.lanes[i], self.metrics[i].rows()
@@ -336,23 +364,10 @@ class _Group:
         step = max((row["step"] for row in rows if row["kind"] == "train"), default=0)
         return Outcome(
             steps=step, tokens=lane.tokens(step), seconds=self._seconds(),
-            train_loss=float(np.mean(tail)) if tail else None, validation=_validation_at(rows, self.steps), error=lane.error,
-            halted=lane.error is not None,
+            train_loss=float(np.mean(tail)) if tail else None, validation=_row_at(rows, "validation", self.steps),
+            goodput=_row_at(rows, "goodput", self.steps), error=lane.error, halted=lane.error is not None,
         )  # fmt: skip
 
 
-def _losses(total: dict) -> dict:
-    """Mean loss in nats per token and bits per byte of text."""
-    return {
-        "loss": total["nats"] / max(total["tokens"], 1),
-        "bits_per_byte": total["nats"] / math.log(2) / max(total["bytes"], 1),
-    }
-
-
-def _lacks(lane, metrics, step: int) -> bool:
-    """Whether a lane is to be validated at `step`."""
-    return not lane.error and not _validation_at(metrics.rows(), step)
-
-
-def _validation_at(rows: list[dict], step: int) -> dict | None:
-    return next((row for row in rows if row["kind"] == "validation" and row["step"] == step), None)
+def _row_at(rows: list[dict], kind: str, step: int) -> dict | None:
+    return next((row for row in rows if row["kind"] == kind and row["step"] == step), None)

@@ -10,11 +10,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 from gammalm.errors import GammalmError, TrainingError
 from gammalm.sharding import processes
 
 POLL_SECONDS = 1.0  # how soon a notice, or a fault of another process, is known here
+ECHO_SECONDS = 0.5  # a signal again within these is the same one, passed on by a launcher too
 
 
 class Preempted(GammalmError):
@@ -27,10 +29,12 @@ class Preempted(GammalmError):
 class Notice:
     """Listens for SIGTERM here and for notices of other processes, as a context manager around everything that `due` is asked in.
 
-    A second SIGTERM ends the process at once, also while the main thread waits for a device. Enter it in the main thread.
+    A second SIGTERM ends the process at once, also while the main thread waits for a device. Enter it in the main thread, when the
+    processes are joined: before, a signal may end a process as it always does. Raises ConfigError as `processes.env_seconds`.
     """
 
     def __init__(self):
+        self._pulse = processes.Pulse()
         self._lock = threading.Lock()
         self._begun = 0  # units of work that this process has begun, or is held to begin: they need all processes
         self._noticed = threading.Event()
@@ -55,6 +59,7 @@ class Notice:
         self._over = True
         self._send.send(b"\0")
         self._thread.join(2 * POLL_SECONDS)
+        self._pulse.end()
         self._receive.close()
         self._send.close()
 
@@ -78,35 +83,36 @@ class Notice:
     # ---- the listening thread
 
     def _listen(self) -> None:
-        pulse = processes.Pulse()
-        signals = 0
+        first = None  # when the first signal came
         while not self._over:
-            if select.select([self._receive], [], [], POLL_SECONDS)[0]:
-                signals += self._receive.recv(64).count(signal.SIGTERM)
-            if signals and not self._noticed.is_set():
-                processes.announce(processes.STOP, "SIGTERM")
-                self._begin_to_stop("SIGTERM")
-            if signals > 1:
-                print("gammalm: a second SIGTERM: ending at once; the last complete checkpoint stays.", file=sys.stderr, flush=True)
-                os._exit(128 + signal.SIGTERM)
+            if select.select([self._receive], [], [], POLL_SECONDS)[0] and signal.SIGTERM in self._receive.recv(64):
+                if first is None:
+                    first = time.monotonic()
+                    processes.announce(processes.STOP, "SIGTERM")
+                    self._begin_to_stop("SIGTERM")
+                elif time.monotonic() - first > ECHO_SECONDS:
+                    print("gammalm: a second SIGTERM: ending at once; the last complete checkpoint stays.", file=sys.stderr, flush=True)
+                    os._exit(128 + signal.SIGTERM)
             if processes.count() > 1 and not self._over:
-                self._hear_others(pulse)
+                self._hear_others()
 
-    def _hear_others(self, pulse: processes.Pulse) -> None:
-        pulse.beat()
+    def _hear_others(self) -> None:
+        self._pulse.beat()
         stop, fault = processes.note(processes.STOP), processes.note(processes.FAULT)
-        if stop and not self._noticed.is_set():
+        if stop:
             self._begin_to_stop(stop)
         if fault:
-            self._thread_leaves(fault)
+            self._leave(fault)
 
-    def _thread_leaves(self, fault: str) -> None:
-        select.select([], [], [], processes.leave_seconds())  # the main thread may be about to say more
+    def _leave(self, fault: str) -> None:
+        time.sleep(processes.leave_seconds())  # the main thread may be about to say more
         print(f"gammalm: ended, for the processes work together: {fault}", file=sys.stderr, flush=True)
         os._exit(TrainingError.exit_status)
 
     def _begin_to_stop(self, why: str) -> None:
         with self._lock:  # from here on no unit begins before all have agreed
+            if self._noticed.is_set():
+                return
             self._noticed.set()
         processes.say(f"gammalm: told to stop ({why}): saving, then ending")
         threading.Thread(target=self._agree, name="gammalm-agree", daemon=True).start()
@@ -116,4 +122,5 @@ class Notice:
             self._last = max(processes.exchange("stop", self._begun))
         except TrainingError as late:
             self._fault = late
-        self._agreed.set()
+        finally:
+            self._agreed.set()

@@ -14,7 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gammalm.config import leaves
+from gammalm.errors import ConfigError
 from gammalm.models.decoder import Model
+from gammalm.models.kernels import choose_attention, head_sizes
 from gammalm.sharding.devices import compiler_options
 from gammalm.sharding.mesh import batch_sharding, check_batch, make_mesh, parameter_shardings
 from gammalm.training.step import SCALARS, init_state, make_step, make_validation, over_cells
@@ -22,12 +24,32 @@ from gammalm.training.step import SCALARS, init_state, make_step, make_validatio
 MODES = ("single", "map", "vmap")  # one run after another | one program that walks over its cells | one that batches them
 
 # Besides init.*: what may differ between runs that train side by side.
-FREE = ("seed", "train.checkpoints_kept", "train.stall_timeout", *SCALARS)
+FREE = ("seed", "train.checkpoints_kept", "train.stall_timeout", "train.spike_rollbacks", *SCALARS)
 
 
 def signature(config) -> str:
     """Equal for two configs exactly if one compiled program serves both."""
     return json.dumps({name: value for name, value in leaves(config).items() if name not in FREE and not name.startswith("init.")})
+
+
+def batchable(config, mode: str, platform: str):
+    """`config` as cells of `mode` can train it on a platform of JAX: under `vmap` with `blockwise` where cuDNN would need a mask.
+
+    JAX's batching rule for cuDNN (0.10 to 0.12) takes no mask that heads or rows share. Raises ConfigError where cuDNN was named.
+    """
+    c, context = config.model, config.mesh.context
+    if mode != "vmap" or (config.data.packing != "documents" and context == 1):
+        return config
+    if choose_attention(c.attention_kernel, platform, c.dtype, head_sizes(c), config.data.seq_len, context) != "cudnn":
+        return config
+    if c.attention_kernel == "cudnn":
+        raise ConfigError(
+            "model.attention_kernel=cudnn takes no packed documents and no mesh.context under --mode vmap. Set it to auto, or --mode map."
+        )
+    config = config.copy_and_resolve_references()
+    with config.unlocked():
+        config.model.attention_kernel = "blockwise"
+    return config
 
 
 class Program:
@@ -37,10 +59,11 @@ class Program:
     """
 
     def __init__(self, config, token_bytes, *, cells: int | None = None, mode: str = "single", cell_devices: int = 1, devices=None):
+        self.mesh: Mesh = make_mesh({**config.mesh.to_dict(), "cell": cell_devices}, devices)
+        config = batchable(config, mode, self.mesh.devices.flat[0].platform)
         self.model = Model(config.model)
         self.config = config
         self.cells = cells
-        self.mesh: Mesh = make_mesh({**config.mesh.to_dict(), "cell": cell_devices}, devices)
         check_batch(config.batch.sequences, config.batch.micro_batches, self.mesh)
 
         lead = () if cells is None else ("cell",)
@@ -51,7 +74,7 @@ class Program:
         abstract = jax.eval_shape(lambda: init_state(self.model, config, 0))
         adam = abstract["adam"]._replace(count=single, mu=parameters, nu=parameters)
         buffers = jax.tree.map(lambda _: single, abstract["buffers"])
-        one = {"step": single, "params": parameters, "buffers": buffers, "adam": adam, "halted": single}
+        one = dict.fromkeys(abstract, single) | {"params": parameters, "buffers": buffers, "adam": adam}
         self.abstract_state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, one)
         state = one if cells is None else jax.tree.map(lambda s: NamedSharding(self.mesh, PartitionSpec("cell", *s.spec)), one)
 
@@ -59,7 +82,7 @@ class Program:
         validate = make_validation(self.model, token_bytes)
         if cells is not None:
             step, validate = (over_cells(f, mode, self.mesh) for f in (step, validate))
-        jit = functools.partial(jax.jit, compiler_options=compiler_options(self.mesh.devices.flat[0].platform))
+        jit = functools.partial(jax.jit, compiler_options=compiler_options(self.mesh.devices.flat[0].platform, self.mesh.size))
         replicated = (state, self.batch_sharding, self.scalar_sharding)
         self._step = jit(step, in_shardings=replicated, out_shardings=(state, single), donate_argnums=0)
         given = (state["params"], state["buffers"], self.batch_sharding, self.scalar_sharding)

@@ -1,7 +1,8 @@
 """The training step as a pure function: (state, batch, scalars) -> (state, metrics).
 
 Shape legend: B sequences of a step, M micro-batches, T predicted tokens per sequence, C cells, L mixture layers, E experts.
-State: {"step", "params", "buffers", "adam", "halted"}; batch: {"tokens": [B, T+1]} and, for packed documents, {"segments": [B, T+1]}.
+State: {"step", "params", "buffers", "adam", "halted"}, and {"recent": [N]} where spikes are watched for (spikes.py); batch: {"tokens":
+[B, T+1]} and, for packed documents, {"segments": [B, T+1]}.
 Scalars are what may differ between runs that share the program: peak learning rate, weight decay, ε of the norms.
 """
 
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from gammalm.initializers import init_params
 from gammalm.models.decoder import fresh_buffers
+from gammalm.training import spikes
 from gammalm.training.optimizer import adam, apply_adamw, decay_mask, schedule_factor
 
 SCALARS = ("optimizer.learning_rate", "optimizer.weight_decay", "model.norm_eps")
@@ -37,7 +39,7 @@ def init_state(model, config, seed):
         "buffers": fresh_buffers(model),
         "adam": adam(config.optimizer).init(params),
         "halted": jnp.zeros((), jnp.bool_),
-    }
+    } | ({} if config.train.spike == "off" else {"recent": spikes.nothing_seen(config.train.spike_window)})
 
 
 def split_batch(batch):
@@ -126,9 +128,10 @@ def make_step(model, config):
     """The step function of `config`. It reads everything of the config but SCALARS, which come as an argument.
 
     A non-finite loss or gradient leaves the state as it was and sets `halted`, which later steps respect: the parameters that
-    led to it are still there to be examined.
+    led to it are still there to be examined. Where config.train.spike is not "off", a step whose loss is a spike moves nothing but the
+    step's number, and metrics hold `spike` and the `spike_bound` that it was above.
     """
-    c = config.optimizer
+    c, spike_policy = config.optimizer, config.train.spike
     mask = decay_mask(model.specs, c.no_decay)
     transform = adam(c)
 
@@ -155,11 +158,20 @@ def make_step(model, config):
             new["buffers"] = {"layers": {"ffn": {"bias": bias_LE}}}
             found |= load_measures(measured)
         halted = state["halted"] | ~jnp.isfinite(loss) | ~jnp.isfinite(norm)
-        kept = {name: state[name] for name in new}
-        state = jax.tree.map(lambda n, o: jnp.where(halted, o, n), new, kept) | {"halted": halted}
-        return state, found | {"halted": halted}
+        if spike_policy == "off":
+            return _unless(halted, new, state) | {"halted": halted}, found | {"halted": halted}
+        bound = spikes.bound(state["recent"], config.train.spike_sigma)
+        spike = (loss > bound) & ~halted
+        counts = {"step": new.pop("step"), "recent": spikes.remember(state["recent"], state["step"], loss)}
+        state = _unless(halted | spike, new, state) | _unless(halted, counts, state) | {"halted": halted}
+        return state, found | {"halted": halted, "spike": spike, "spike_bound": bound}
 
     return step
+
+
+def _unless(stays, new, state):
+    """The parts `new` of the state; as they were in `state` where `stays` (bool)."""
+    return jax.tree.map(lambda n, o: jnp.where(stays, o, n), new, {name: state[name] for name in new})
 
 
 def over_cells(function, mode: str, mesh):

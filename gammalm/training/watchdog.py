@@ -6,12 +6,14 @@ import sys
 import threading
 import time
 
+from gammalm.sharding import processes
+
 STALLED = 76  # exit status
 TIMES_SLOWEST = 10  # a step is no stall before it has taken so many times the slowest one so far
 
 
 class Watchdog:
-    """`beat` after each finished unit of work, `rest` before what may take long (compiling, saving); a context manager.
+    """`beat` after each finished unit of work, `rest` before what may take longer than any stall (compiling); a context manager.
 
     `seconds`: a stall is that long without a beat, and TIMES_SLOWEST times the longest time between two beats so far; 0: never.
     """
@@ -53,4 +55,7 @@ class Watchdog:
                     flush=True,
                 )
                 faulthandler.dump_traceback(all_threads=True)
+                if processes.count() > 1:
+                    processes.announce(processes.FAULT, f"nothing has moved since {self.where}")
+                    time.sleep(processes.leave_seconds())  # the others' stacks tell as much
                 os._exit(STALLED)

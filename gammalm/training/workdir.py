@@ -23,11 +23,11 @@ from gammalm.training.load import IMPORTED
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
-# Leaves that may change when a run goes on: they decide what is said and kept, not what is computed.
+# Leaves that may change when a run goes on: what is said and kept, where it is computed, how it is rounded. The state has room for all.
 MAY_CHANGE = (
     "data.path", "train.log_every", "train.validate_every", "train.checkpoint_every", "train.checkpoints_kept", "train.stall_timeout",
     "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", "mesh.tensor", "mesh.dcn_data", "mesh.dcn_fsdp",
-    "model.attention_kernel", "model.moe.backend",
+    "model.attention_kernel", "model.moe.backend", "model.dtype", "model.residual_dtype",
 )  # fmt: skip
 
 
@@ -66,10 +66,14 @@ def prepare(workdir: Path, config, specs) -> None:
     if saved.exists() and (begun or imported):
         before, now = leaves(from_json(saved)), leaves(config)
         free = [name for name in now if name in MAY_CHANGE or not (begun or name.startswith("model."))]
-        differing = [name for name in now if name not in free and before.get(name) != now[name]]
-        if differing:
-            pairs = ", ".join(f"{name} {before.get(name)!r} -> {now[name]!r}" for name in differing[:5])
-            raise ConfigError(f"{workdir} holds a run with another config ({pairs}). Choose another --workdir, or the same config.")
+        changed = {name: f"{name} {before.get(name)!r} -> {now[name]!r}" for name in now if before.get(name) != now[name]}
+        refused = [text for name, text in changed.items() if name not in free]
+        if refused:
+            raise ConfigError(
+                f"{workdir} holds a run with another config ({', '.join(refused[:5])}). Choose another --workdir, or the same config."
+            )
+        if begun and changed:
+            processes.say(f"{workdir} goes on with {', '.join(changed.values())}")
     to_json(config, saved)
     if not imported:
         c = config.model
@@ -86,12 +90,13 @@ class Metrics:
         self._file, self._versions = workdir / "metrics.jsonl", workdir / "versions.json"
         rows = read_jsonl(self._file)
         self._kept = [row for row in rows if row["step"] <= step]
+        self.dropped = [row for row in rows if row["step"] > step]
         processes.exchange("metrics read")
         self._board = None
         if not processes.leads():
             return
-        if len(self._kept) < len(rows):
-            write_text_atomic(self._file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self._kept))
+        if self.dropped:
+            self._rewrite()
         import_tensorflow()
         from clu import metric_writers
 
@@ -106,6 +111,15 @@ class Metrics:
             write_json_atomic(self._versions, versions())
         elif json.loads(self._versions.read_text(encoding="utf-8")) != versions():
             self.write("resumed", step, {"versions": versions()})
+
+    def rewind(self, step: int) -> None:
+        """Drops the rows past `step`, to which a run was rolled back, but for those that tell of rolling back."""
+        self._kept = [row for row in self.rows() if row["step"] <= step or row["kind"] == "rollback"]
+        if processes.leads():
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        write_text_atomic(self._file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self._kept))
 
     def write(self, kind: str, step: int, values: dict) -> None:
         """Adds one row; numbers go to TensorBoard as `kind/name` too."""

@@ -12,7 +12,9 @@ from gammalm.experiments import runner
 from gammalm.experiments.grid import ARMS, Grid, arms, fixed, product, values
 from gammalm.experiments.report import print_table, text_table, write_report
 from gammalm.experiments.results import read_results
+from gammalm.models import kernels
 from gammalm.training.checkpoint import Checkpointer
+from gammalm.training.loop import Outcome
 from gammalm.training.program import Program
 
 SMALL = {
@@ -170,3 +172,20 @@ def test_another_grid_in_the_workdir_is_refused(corpus, finished):
         run(small_grid(corpus, lrs=(1e-3,)), finished[0])
     with pytest.raises(ConfigError, match="--mode fast"):
         run(small_grid(corpus), finished[0], mode="fast")
+
+
+def test_the_kernels_of_the_cells_are_named_once(corpus, tmp_path, monkeypatch, capsys):
+    """Also where cells that are batched have another one than each alone."""
+    monkeypatch.setattr(runner, "train", lambda runs, *_, **__: [Outcome(steps=0, tokens=0, seconds=0.0, error="not tried") for _ in runs])
+    plain = small_grid(corpus)
+    packed = dataclasses.replace(plain, base=f"{plain.base},packing=documents")
+
+    def named(grid, mode):
+        run(grid, tmp_path / f"{'packed' if grid is packed else 'plain'}-{mode}", mode=mode)
+        return [line for line in capsys.readouterr().err.splitlines() if "kernels" in line]
+
+    assert named(plain, "single") == ["grid: kernels on cpu: attention blockwise"]
+    monkeypatch.setitem(kernels.PREFERRED, "cpu", "cudnn")
+    monkeypatch.setattr(kernels, "_refusal", lambda *_: "")
+    assert named(packed, "map") == ["grid: kernels on cpu: attention cudnn with a dense mask of 0.0 MiB per sequence"]
+    assert named(packed, "vmap") == ["grid: kernels on cpu: attention blockwise"]

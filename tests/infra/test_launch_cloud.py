@@ -58,6 +58,16 @@ def test_a_slice_is_made_again_after_preemption_alone(cloud, plan, state, restar
     assert cloud(plan, state, restarts) == (ends, made.split())
 
 
+def test_every_attempt_has_an_id_of_its_own(tmp_path):
+    """So that none of them follows the container of another, which may have ended."""
+    tools = stand_ins(tmp_path)
+    tool(tools, "gcloud", 'case "$4" in describe) echo READY ;; ssh) exit 255 ;; esac')
+    for _ in range(2):
+        launch([*TPU, "--wait", "0", "--restarts", "2", *RUN], tmp_path, path=path_of(tools))
+    ids = [re.findall(r"--label run=(\S+)", word) for call in calls(tools) for word in call if word.startswith("--command=")]
+    assert len(ids) == 6 and all(len(of_one) == 1 for of_one in ids) and len({of_one[0] for of_one in ids}) == 6
+
+
 def test_a_slice_that_is_not_to_be_had_is_asked_for_again(tmp_path):
     tools = stand_ins(tmp_path)
     tool(tools, "gcloud", '[ "$4" != create ]')
@@ -88,13 +98,69 @@ def test_what_runs_on_a_host(tmp_path, storage, status):
     made = [call[1:-1] for call in calls(tools) if call[0] == "sudo"]
     mount = "mount -t nfs h:/e/f /shared" if storage.startswith("nfs") else "gcsfuse --implicit-dirs -o allow_other bucket /shared"
     assert made[:2] == [["mkdir", "-p", "/shared"], mount.split()]
-    assert [call[1] for call in made if call[0] == "docker"] == ["stop", "rm", "run", "logs", "wait"]
+    assert [call[1] for call in made if call[0] == "docker"] == ["inspect", "stop", "rm", "run", "logs", "wait"]
+    assert ["docker", "stop", "--time", "120", "gammalm"] in made  # what the trainer of an earlier run has to save
     (run,) = [call for call in made if call[:2] == ["docker", "run"]]
     assert run[-1 - len(RUN[1:]) :] == ["me/gammalm:tpu", *RUN[1:]]
     assert {"GAMMALM_COORDINATOR=auto", "JAX_COMPILATION_CACHE_DIR=/shared/compiled", 'ODD=it\'s "a" $(B) \\ #x'} <= set(run)
+    assert {"--privileged", "--init", "--detach"} <= set(run) and run[run.index("--network") + 1] == "host"
     tool(tools, "mountpoint")
     subprocess.run([BASH, "-c", script], cwd=tmp_path, env={"PATH": path_of(tools)}, capture_output=True)
     assert not [call for call in calls(tools) if call[1] in ("mount", "gcsfuse")]  # it is there already
+
+
+def a_docker(tools: Path) -> None:
+    """A stand-in for `sudo docker` that keeps one container: its label in the file `label`, for as long as it is there."""
+    tool(tools, "mountpoint")
+    tool(tools, "sudo", """
+case "$2" in
+inspect) [ -f label ] && cat label ;;
+rm) rm -f label ;;
+run) while [ "$1" != --label ]; do shift; done; echo "${2#run=}" >label ;;
+login) cat >password ;;
+wait) echo 75 ;;
+esac""")
+
+
+def test_a_host_that_is_told_twice_follows_what_runs(tmp_path):
+    """gcloud sends the command again after an SSH error. Only another attempt, with another id, ends what runs and starts anew."""
+    tools = stand_ins(tmp_path)
+    script = on_host([*TPU, *RUN], tmp_path, tools)
+    a_docker(tools)
+
+    def told(script):
+        done = subprocess.run([BASH, "-c", script], cwd=tmp_path, env={"PATH": path_of(tools)}, capture_output=True, text=True)
+        assert done.returncode == 75, done.stderr
+        return [call[2] for call in calls(tools) if call[:2] == ["sudo", "docker"]]
+
+    assert told(script) == ["inspect", "stop", "rm", "run", "logs", "wait"]
+    assert told(script) == ["inspect", "logs", "wait"]
+    assert told(re.sub(r"(--label run=|!= )\S+", r"\1other", script)) == ["inspect", "stop", "rm", "run", "logs", "wait"]
+
+
+@pytest.mark.parametrize(
+    "image, registry",
+    [
+        ("us-east5-docker.pkg.dev/p/r/gammalm:tpu", "us-east5-docker.pkg.dev"), ("gcr.io/p/gammalm", "gcr.io"),
+        ("eu.gcr.io/p/gammalm", "eu.gcr.io"), ("me/gammalm:tpu", None), ("quay.io/me/gammalm", None),
+    ],
+)  # fmt: skip
+def test_a_host_logs_in_where_its_service_account_can(tmp_path, image, registry):
+    """The token goes through a pipe: it is in no command line, and in nothing that is printed."""
+    tools = stand_ins(tmp_path)
+    at = TPU.index("--image") + 1
+    script = on_host([*TPU[:at], image, *TPU[at + 1 :], *RUN], tmp_path, tools)
+    a_docker(tools)
+    tool(tools, "gcloud", "echo token")
+    done = subprocess.run([BASH, "-c", script], cwd=tmp_path, env={"PATH": path_of(tools)}, capture_output=True, text=True)
+    made = [call[1:-1] for call in calls(tools) if call[0] == "sudo"]
+    logins = [call for call in made if call[:2] == ["docker", "login"]]
+    if registry is None:
+        assert logins == []
+    else:
+        wanted = f"docker login --username oauth2accesstoken --password-stdin https://{registry}".split()
+        assert logins == [wanted] and made.index(wanted) < [call[1] for call in made].index("run")
+        assert (tmp_path / "password").read_text() == "token\n" and "token\n" not in done.stdout + done.stderr
 
 
 def test_shellcheck_of_what_runs_on_a_host(tmp_path):
@@ -185,7 +251,8 @@ def test_a_container_works_in_the_storage_as_its_user(tmp_path):
     assert given["--volume"] == f"{tmp_path}/.:/shared"
     assert [rest for name, rest in instructions() if name == "WORKDIR"][-1] == "/shared"
     assert given["--user"] == f"{os.getuid()}:{os.getgid()}"
-    assert (given["--gpus"], given["--stop-timeout"]) == ("all", "120")
+    assert (given["--gpus"], given["--stop-timeout"], given["--ipc"]) == ("all", "120", "host")
+    assert "--init" in words  # a first process that hands signals on
     assert "--gpus" not in dry([*DOCKER, *RUN], tmp_path)
 
 

@@ -133,7 +133,10 @@ def test_a_jobset_covers_the_topology(tmp_path):
     assert inner["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x4x8"
     assert jobset["spec"]["replicatedJobs"][0]["replicas"] == 2
     assert environment(JOBSETS["jobset-tpu"], tmp_path)["GAMMALM_COORDINATOR"] == "auto"
+    assert jobset["metadata"]["annotations"] == {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     assert "GAMMALM_COORDINATOR" not in environment(JOBSETS["jobset-one-chip"], tmp_path)
+    one = manifest(JOBSETS["jobset-one-chip"], tmp_path)
+    assert job_of(one)["parallelism"] == pod(one)["containers"][0]["resources"]["limits"]["google.com/tpu"] == 1
 
 
 def test_processes_of_a_gpu_jobset_find_each_other(tmp_path):

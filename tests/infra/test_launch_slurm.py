@@ -38,7 +38,9 @@ def cluster(tmp_path):
     """A Slurm of two tasks on this machine. Called with STATUS it runs the job, whose tasks end with it, on SIGTERM if `until_told`."""
     folder = tmp_path / "tools"
     tool(folder, "srun", """
-shift # --kill-on-bad-exit
+[ "$1" = --kill-on-bad-exit=0 ] || exit 99 # else the first task to end would take the others, which still save, with it
+[ "$SRUN_CPUS_PER_TASK" = 8 ] || exit 98 # srun does not take the job's own --cpus-per-task
+shift
 children=()
 for rank in 0 1; do
     SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_NTASKS=2 SLURM_STEP_NODELIST=localhost SLURM_STEP_NUM_NODES=1 "$@" &

@@ -6,6 +6,7 @@ Tolerance 1e-5: fp32 sums of at most 256 terms of order one.
 
 import functools
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import pytest
 from gammalm.config import apply_overrides, load_config
 from gammalm.errors import ConfigError
 from gammalm.models import kernels
-from gammalm.models.kernels import attend, choose_attention, describe, document_mask_bytes, head_sizes
+from gammalm.models.kernels import attend, choose_attention, dense_mask_bytes, describe, head_sizes
 from gammalm.sharding.mesh import make_mesh
 
 from . import reference
@@ -151,13 +152,21 @@ def test_who_gets_what(monkeypatch):
     assert choose("auto", "gpu", "float32") == "blockwise"
     assert choose_attention("auto", "gpu", "bfloat16", (192, 128), 2048) == "cudnn"
     assert choose_attention("auto", "gpu", "bfloat16", (320, 128), 2048) == "blockwise"
+    assert choose("auto", "gpu", "float16") == "blockwise", "tried with bfloat16 alone"
     assert choose_attention("auto", "gpu", "bfloat16", (64, 64), 2047) == "blockwise"
+    assert choose_attention("auto", "gpu", "bfloat16", (64, 64), 1026, context=2) == "blockwise", "513 queries of a device"
     assert choose_attention("auto", "tpu", "bfloat16", (64, 64), 2048, context=16) == "splash"
     assert choose_attention("auto", "tpu", "bfloat16", (64, 64), 2048, context=32) == "blockwise"
     assert choose("blockwise", "tpu", "bfloat16") == "blockwise"
-    for generation, sizes, kernel in ((8.0, (128, 128), "cudnn"), (8.0, (192, 128), "blockwise"), (7.5, (64, 64), "blockwise")):
-        monkeypatch.setattr(kernels, "_gpu_generation", lambda generation=generation: generation)
+    here = []
+    monkeypatch.setattr(jax, "local_devices", lambda backend: here)
+    cases = [("8.0", (128, 128), "cudnn"), ("8.9", (192, 128), "blockwise"), ("7.5", (64, 64), "blockwise"), ("9.0", (192, 128), "cudnn")]
+    for capability, sizes, kernel in [*cases, ("10.0", (192, 128), "cudnn"), ("gfx942", (64, 64), "blockwise")]:
+        here[:] = [SimpleNamespace(compute_capability=capability)]
         assert choose_attention("auto", "gpu", "bfloat16", sizes, 2048) == kernel
+    here[:] = [SimpleNamespace(compute_capability="9.0")]
+    for capability, sizes, kernel in cases:  # of absent devices, whatever is here
+        assert choose_attention("auto", "gpu", "bfloat16", sizes, 2048, generation=float(capability)) == kernel
 
 
 @pytest.mark.parametrize(
@@ -184,12 +193,25 @@ def test_the_line_at_the_start():
     )
     assert said("lm:size=1.5b,packing=documents", "tpu", mesh__context=4) == "kernels on tpu: attention splash"
     assert said("lm:size=1.5b,packing=documents", "gpu", mesh__context=4) == (
-        "kernels on gpu: attention cudnn with a dense document mask of 2.0 MiB per sequence"
+        "kernels on gpu: attention cudnn with a dense mask of 2.0 MiB per sequence"
     )
+    assert said("lm:size=1.5b", "gpu", mesh__context=4) == "kernels on gpu: attention cudnn with a dense mask of 2.0 MiB"
+    assert said("lm:size=1.5b", "gpu") == "kernels on gpu: attention cudnn"
 
 
 def test_sizes_of_heads_and_masks():
     assert head_sizes(load_config("lm:size=760m").model) == (96, 96)
     assert head_sizes(load_config("lm:size=moe-3b-a0.5b,attention=mla").model) == (192, 128)
-    assert document_mask_bytes("cudnn", 4, 2048, 2048, "bfloat16") == 4 * 2048 * 2048 * 2
-    assert document_mask_bytes("splash", 4, 2048, 2048, "bfloat16") == document_mask_bytes("blockwise", 4, 2048, 2048, "bfloat16") == 0
+    assert dense_mask_bytes("splash", 4, 2048, 2, True) == dense_mask_bytes("blockwise", 4, 2048, 2, True) == 0
+
+
+@pytest.mark.parametrize("context", [1, 4])
+@pytest.mark.parametrize("packed", [True, False])
+def test_bytes_of_a_mask_are_those_of_the_call(context, packed, xla_for_cudnn):
+    """Of what the call of a device is given, at cuDNN's two bytes per number."""
+    drawn = [np.repeat(a, 2, axis=0) if a is not None else None for a in draw(64, 1, 1, 8, 8, packed)]
+    with jax.set_mesh(make_mesh(dict(context=context), jax.devices()[:context])):
+        jax.eval_shape(lambda *a: attend(*a, drawn[4], "cudnn"), *drawn[:3])
+    (call,) = xla_for_cudnn
+    given = 0 if call["mask"] is None else math.prod(call["mask"].shape) * 2
+    assert dense_mask_bytes("cudnn", 4, 64, context, packed) == given and (given > 0) == (packed or context > 1)

@@ -26,6 +26,19 @@ def test_products_loops_branches_and_derivatives():
 def test_each_row_of_a_grouped_product_counts_once():
     x, w = np.ones((12, 5), np.float32), np.ones((3, 5, 7), np.float32)
     assert of_function(lambda x, w: jax.lax.ragged_dot(x, w, jnp.array([4, 4, 4])), x, w) == 2 * 12 * 5 * 7
+    # Of rows for the worst case a quarter is in a group; other products are what they were.
+    both = jax.make_jaxpr(lambda x, w: jax.lax.ragged_dot(x, w, jnp.array([1, 1, 1])) @ np.ones((7, 3), np.float32))(x, w)
+    assert flops(both, filled=0.25) == 2 * 12 * 5 * 7 / 4 + 2 * 12 * 7 * 3
+
+
+@pytest.mark.full
+def test_depth_does_not_lengthen_the_program():
+    """So compiling takes as long for 24 layers as for 12. What differs is a number per shape."""
+    lengths = []
+    for layers in (12, 24):
+        config = small_config("lm:vocab=64,seq_len=256,batch=8,steps=10", n_layers=layers, remat="full", mesh__fsdp=2, mesh__data=4)
+        lengths.append(len(Program(config, np.ones(64, np.int32)).trace().lower().as_text()))
+    assert lengths[1] < 1.01 * lengths[0]
 
 
 @pytest.mark.parametrize("mesh", [{}, {"mesh__fsdp": 2, "mesh__data": 2, "mesh__tensor": 2}])

@@ -121,6 +121,70 @@ def test_a_tpu_program():
     assert found.cycles == 2400 and found.loops_unknown == 0
 
 
+PARTS = """HloModule m
+%relabel (p: bf16[24,64]) -> bf16[24,64] {
+  ROOT %p = bf16[24,64]{0,1:T(16,128)} parameter(0)
+}
+%row (stack: bf16[24,64], n: s32[]) -> f32[1,64] {
+  %stack = bf16[24,64]{1,0:T(16,128)} parameter(0)
+  %same = bf16[24,64]{1,0:T(8,128)} fusion(%stack), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%relabel
+  %n = s32[]{:T(128)} parameter(1)
+  %one = bf16[1,64]{1,0:T(8,128)} dynamic-slice(%same, %n, %n), dynamic_slice_sizes={1,64}
+  ROOT %wide = f32[1,64]{1,0:T(8,128)} convert(%one)
+}
+%write (stack: bf16[24,64], n: s32[], new: bf16[1,64]) -> bf16[24,64] {
+  %stack = bf16[24,64]{1,0:T(16,128)} parameter(0)
+  %same = bf16[24,64]{1,0:T(8,128)} fusion(%stack), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%relabel
+  %n = s32[]{:T(128)} parameter(1)
+  %new = bf16[1,64]{1,0:T(8,128)} parameter(2)
+  ROOT %put = bf16[24,64]{1,0:T(16,128)} dynamic-update-slice(%same, %new, %n, %n)
+}
+ENTRY %main (x: bf16[24,64], n: s32[], y: bf16[1,64]) -> bf16[24,64] {
+  %x = bf16[24,64]{1,0:T(8,128)} parameter(0)
+  %n = s32[]{:T(128)S(6)} parameter(1)
+  %y = bf16[1,64]{1,0:T(8,128)} parameter(2)
+  OPERATION
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "operation, moved",
+    [
+        # What is copied to a nearer memory is read once, however large the array that it is cut from.
+        ("%s = ((bf16[24,64]{1,0:T(8,128)}), bf16[4,64]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[0:4], [0:64]}", 4 * 128),
+        ("%s = ((bf16[24,64]{1,0:T(8,128)}), bf16[4,64]{1,0:T(8,128)}, s32[]{:S(2)}) slice-start(%x), slice={[0:4], [0:64]}", 2 * 4 * 128),
+        ("%s = (bf16[24,64]{1,0:T(8,128)S(1)}, bf16[24,64]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)", 24 * 128),
+        ("%s = bf16[24,64]{1,0:T(8,128)} copy-done(%x)", 0),
+        ("%s = f32[1,64]{1,0:T(8,128)} fusion(%x, %n), kind=kLoop, calls=%row", 128 + 256),
+        ("%s = bf16[24,64]{1,0:T(8,128)} fusion(%x, %n, %y), kind=kLoop, calls=%write", 2 * 128),
+    ],
+)
+def test_parts_of_arrays_count_as_parts(operation, moved):
+    assert hlo.traffic(PARTS.replace("OPERATION", operation), 1).hbm == moved
+
+
+EXCHANGE = """HloModule m
+ENTRY %main (a: bf16[32,64], b: bf16[32,64], n: s32[4]) -> bf16[32,64] {
+  %a = bf16[32,64]{1,0} parameter(0)
+  %b = bf16[32,64]{1,0} parameter(1)
+  %n = s32[4]{0} parameter(2)
+  %e = ((bf16[32,64]{1,0}, bf16[32,64]{1,0}, s32[4]{0}, s32[4]{0}), bf16[32,64]{1,0}, u32[]) ragged-all-to-all-start(%a, %b, %n, %n), GROUPS
+  %f = bf16[32,64]{1,0} ragged-all-to-all-done(%e)
+  %g = ((bf16[32,64]{1,0}, bf16[32,64]{1,0}, s32[4]{0}, s32[4]{0}), bf16[32,64]{1,0}, u32[]) ragged-all-to-all-start(%f, %b, %n, %n), GROUPS
+  %h = ((bf16[32,64]{1,0}, bf16[32,64]{1,0}), (bf16[128,64]{1,0}, bf16[128,64]{1,0})) all-gather-start(%a, %b), GROUPS
+  ROOT %i = bf16[32,64]{1,0} ragged-all-to-all-done(%g)
+}
+""".replace("GROUPS", "channel_id=1, replica_groups={{0,1,2,3}}")
+
+
+def test_exchanges_begun_and_ended_apart():
+    """Ragged ones all have one channel number; where they write and what they are told of rows is not sent. Two gathers may be one."""
+    whole = 32 * 64 * 2
+    found = hlo.traffic(EXCHANGE, 4).collectives
+    assert found == {"ragged-all-to-all": [2, 2 * whole * 3 / 4], "all-gather": [1, 2 * 4 * whole * 3 / 4]}
+
+
 @pytest.mark.parametrize(
     "attribute, size",
     [

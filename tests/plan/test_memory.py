@@ -1,5 +1,8 @@
 """Bytes by kind: the state against the arrays of a real run, activations by what must make them grow."""
 
+import math
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -28,7 +31,8 @@ def test_the_state_is_that_of_a_run(mesh, ffn):
     moments, count = {"mu": state["adam"].mu, "nu": state["adam"].nu}, state["adam"].count
     assert memory["optimizer"] == held(moments)
     assert memory["buffers"] == held([state["buffers"], state["step"], state["halted"], count])
-    assert memory["total"] == sum(memory[k] for k in ("parameters", "optimizer", "buffers", "gradients", "activations"))
+    assert memory["total"] == sum(memory[k] for k in ("parameters", "optimizer", "buffers", "batch", "gradients", "activations"))
+    assert memory["batch"] == 257 * 4 * 8 // math.prod(mesh.get(axis, 1) for axis in ("data", "fsdp"))
 
 
 def large(**changes):
@@ -53,16 +57,26 @@ def test_a_dense_document_mask_is_counted_where_the_kernel_needs_one():
         for packing in ("concat", "documents"):
             config = large(mesh__data=8, data__packing=packing, attention_kernel=kernel)
             found[kernel, packing] = plan(config, load("h100:8"))["memory"]
-    assert found["cudnn", "documents"]["document_mask"] == 8 * 2048 * 2048 * 2
-    assert found["cudnn", "documents"]["total"] - found["cudnn", "concat"]["total"] == 8 * 2048 * 2048 * 2
-    assert found["blockwise", "documents"]["document_mask"] == found["cudnn", "concat"]["document_mask"] == 0
+    assert found["cudnn", "documents"]["dense_mask"] == 8 * 2048 * 2048 * 2
+    ids = 8 * 2049 * 4
+    assert found["cudnn", "documents"]["total"] - found["cudnn", "concat"]["total"] == 8 * 2048 * 2048 * 2 + ids
+    assert found["blockwise", "documents"]["dense_mask"] == found["cudnn", "concat"]["dense_mask"] == 0
+    cut = plan(large(mesh__data=2, mesh__context=4, attention_kernel="cudnn"), load("h100:8"))["memory"]
+    assert cut["dense_mask"] == 512 * 2048 * 2, "one for all rows: queries of a part of the sequence have a diagonal of their own"
+
+
+def test_a_plan_does_not_ask_the_gpu_that_is_here(monkeypatch):
+    """Heads of 192 go to cuDNN on Hopper, whatever makes the plan."""
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(compute_capability="8.0")])
+    found = plan(load_config("lm:size=moe-3b-a0.5b,attention=mla,packing=documents"), load("h100:8"))
+    assert "attention cudnn" in found["kernels"] and found["memory"]["dense_mask"] > 0
 
 
 def test_fits_by_how_much():
-    """16 bytes a parameter on one device of 141 GB, of which a quarter is not JAX's."""
+    """16 bytes a parameter on one device of 141 GiB, of which a quarter is not JAX's."""
     memory = plan(large(mesh__data=1, batch__micro_batches=64), load("h200:1"))["memory"]
     assert memory["parameters"] + memory["optimizer"] + memory["gradients"] == 16 * 1_509_263_360
-    assert memory["available"] == 0.75 * 141e9 and memory["left"] == memory["available"] - memory["total"]
+    assert memory["available"] == 0.75 * 141 * 2**30 and memory["left"] == memory["available"] - memory["total"]
     assert memory["fits"] is True
     memory = plan(large(mesh__data=1, remat="none"), load("h100:1"))["memory"]
     assert memory["fits"] is False and memory["left"] < 0

@@ -127,7 +127,7 @@ def test_a_grid_is_the_sum_of_its_cells(capsys):
     assert small == cells["size125m-plain-gamma1-seed0"]  # one program
     assert plan(config("lm:size=125m,gate=none,eps=1e-5"), load("h100:8"))["chip_hours"] == pytest.approx(small["chip_hours"])
     _, out, _ = run(capsys, "--grid", "grids/paper_dense", "--topology", "h100:8", "--config.batch.micro_batches=2")
-    assert "18 cells" in out and "cost" not in out
+    assert "all 18" in out and "analytic" in out and "cost" not in out
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,24 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from gammalm.config import load_config
 from gammalm.errors import ConfigError
+from gammalm.models import parts
 from gammalm.models.decoder import param_specs
 from gammalm.sharding.devices import peak_flops
-from gammalm.sharding.mesh import AXES, arrange, between_slices, check_batch, make_mesh, mesh_shape, parameter_shardings
+from gammalm.sharding.mesh import (
+    AXES,
+    BATCH_AXES,
+    arrange,
+    batch_sharding,
+    between_slices,
+    check_batch,
+    make_mesh,
+    mesh_shape,
+    parameter_shardings,
+)
 
 
 @pytest.mark.parametrize(
@@ -80,19 +91,36 @@ def test_the_order_on_one_slice_is_that_of_the_numbers():
     assert (numbers(dict(data=2, fsdp=2, tensor=2), devices).ravel() == np.arange(8)).all()
 
 
-def test_neighbours_on_the_torus_are_neighbours_in_the_mesh():
-    """A 4 x 4 torus as 4 x 4: each axis of the mesh runs along one axis of the torus, whatever the numbers."""
+def on_a_torus(fsdp: int, tensor: int) -> np.ndarray:
+    """Places [fsdp, tensor, 3] of a mesh over a 4 x 4 torus of TPUs, whose numbers say nothing of where they are."""
     places = [(x, y, 0) for x in range(4) for y in range(4)]
     order = np.random.default_rng(0).permutation(16)
     devices = [
         SimpleNamespace(id=i, coords=places[k], core_on_chip=0, process_index=0, platform="tpu", device_kind="TPU v5 lite")
         for i, k in enumerate(order)
     ]
-    shape = mesh_shape(dict(fsdp=4, tensor=4), 16)
-    mesh = arrange(shape, between_slices({}, shape), devices).reshape(4, 4)
-    coords = np.array([[device.coords for device in row] for row in mesh])
+    shape = mesh_shape(dict(fsdp=fsdp, tensor=tensor), 16)
+    return np.array([[device.coords for device in row] for row in arrange(shape, between_slices({}, shape), devices).reshape(fsdp, tensor)])
+
+
+def test_neighbours_on_the_torus_are_neighbours_in_the_mesh():
+    """A 4 x 4 torus as 4 x 4: each axis of the mesh runs along one axis of the torus."""
+    coords = on_a_torus(4, 4)
     along = [{tuple(np.abs(step)) for step in np.diff(coords, axis=axis).reshape(-1, 3)} for axis in (0, 1)]
     assert all(len(steps) == 1 and sum(*steps) == 1 for steps in along) and along[0] != along[1]
+
+
+def test_an_axis_of_the_torus_may_be_split():
+    """2 x 8 on 4 x 4: the axis of 8 takes one axis of the torus and half of the other, and every device is there once."""
+    coords = on_a_torus(2, 8)
+    assert len({tuple(place) for place in coords.reshape(-1, 3)}) == 16
+    for row in coords:
+        assert sorted(len(set(row[:, axis])) for axis in (0, 1)) == [2, 4]
+
+
+def test_models_and_the_mesh_mean_the_same_axes():
+    """Each of the two rooms imports nothing of the other."""
+    assert parts.BATCH_AXES == BATCH_AXES
 
 
 @pytest.mark.parametrize(
@@ -180,10 +208,14 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_shardings(name):
-    """Every parameter with its logical axes, where they are cut and what a device holds. GAMMALM_UPDATE_GOLDEN=1 rewrites the files."""
+    """Every parameter with its logical axes, where they are cut and what a device holds; how 256 sequences and their activations lie.
+
+    GAMMALM_UPDATE_GOLDEN=1 rewrites the files.
+    """
     spec, sizes = GOLDEN[name]
     mesh = AbstractMesh(mesh_shape(sizes, math.prod(sizes.values())), AXES)
-    found = param_specs(load_config(spec).model)
+    config = load_config(spec)
+    found = param_specs(config.model)
     placed = parameter_shardings(found, mesh)
     lines = []
     for path in sorted(found):
@@ -192,6 +224,9 @@ def test_golden_shardings(name):
             node = node[part]
         cut = ", ".join(f"{axis}:{over}" if over else axis for axis, over in zip(found[path].axes, node.spec, strict=True))
         lines.append(f"{path}  {found[path].shape} ({cut}) -> {node.shard_shape(found[path].shape)}")
+    read, inner = (256, config.data.seq_len + 1), (256, config.data.seq_len, config.model.d_model)
+    lines.append(f"tokens of a batch  {read} -> {batch_sharding(mesh).shard_shape(read)}")
+    lines.append(f"activations  {inner} -> {NamedSharding(mesh, parts.TOKENS).shard_shape(inner)}")
     text = "\n".join(lines) + "\n"
     golden = Path(__file__).parent / "golden" / f"{name}.txt"
     if os.environ.get("GAMMALM_UPDATE_GOLDEN") == "1":

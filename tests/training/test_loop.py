@@ -93,7 +93,7 @@ def test_interrupted_twice_ends_bit_for_bit_alike(corpus, programs, whole, tmp_p
     assert step == 6 and equal(state, whole[2][1])
     assert outcome.validation == whole[1].validation and outcome.train_loss == whole[1].train_loss
     rows = [(row["kind"], row["step"]) for row in read_jsonl(tmp_path / "metrics.jsonl")]
-    assert rows == [("train", n) for n in range(1, 7)] + [("validation", 6)]
+    assert rows == [("train", n) for n in range(1, 7)] + [("validation", 6), ("goodput", 6)]
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
@@ -210,7 +210,7 @@ def test_kill_9_of_the_command_line(corpus, programs, tmp_path):
     tables, states = [], []
     for name in ("killed", "whole"):
         done = subprocess.run([*command, str(tmp_path / name)], env=env, capture_output=True, text=True, check=True)
-        tables.append({key: value for key, value in json.loads(done.stdout).items() if key not in ("seconds", "workdir")})
+        tables.append({key: value for key, value in json.loads(done.stdout).items() if key not in ("seconds", "workdir", "goodput")})
         states.append(parameters(tmp_path / name, config, programs))
     assert tables[0] == tables[1]
     assert states[0][0] == states[1][0] == 40 and equal(states[0][1], states[1][1])

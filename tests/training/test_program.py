@@ -16,12 +16,13 @@ B, T, V = 4, 12, 50
 TOKEN_BYTES = np.random.default_rng(5).integers(0, 9, V).astype(np.int32)
 SHARED = dict(
     seed=3, init__gamma=0.25, init__rules=("q=zeros",), norm_eps=0.5, optimizer__learning_rate=7.0, optimizer__weight_decay=0.9,
-    train__checkpoints_kept=7,
+    train__checkpoints_kept=7, train__spike_rollbacks=9,
 )  # fmt: skip
 OWN = dict(
     gate="headwise", d_ff=24, tie_embeddings=False, optimizer__b1=0.5, optimizer__clip=0.0, optimizer__schedule="wsd",
     optimizer__no_decay=(), train__steps=11, batch__sequences=6, batch__micro_batches=2, data__packing="documents", data__seq_len=13,
     data__path="elsewhere", mesh__fsdp=2, optimizer__warmup_steps=1, remat="full",
+    train__spike="skip",
 )  # fmt: skip
 
 
