@@ -31,6 +31,13 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object there too")
 
 
+def add_measured(parser: argparse.ArgumentParser) -> None:
+    """All options of a kind that measures a subject over text."""
+    add_subject(parser)
+    add_data(parser)
+    add_output(parser)
+
+
 def split_step(text: str) -> tuple[Path, int | None]:
     """`runs/tiny:300` as (folder, step); without a step: (folder, None)."""
     found = re.fullmatch(r"(.+):(\d+)", text)

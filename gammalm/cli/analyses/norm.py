@@ -2,15 +2,10 @@
 
 import argparse
 
-from gammalm.cli.subject import add_data, add_output, add_subject, batches_of, deliver, describe_subject, load_subject, table
+from gammalm.cli.subject import add_measured, batches_of, deliver, describe_subject, load_subject, table
 
 EXAMPLE = "gammalm analyze norm --config lm:size=tiny,gamma=1.25,eps=1e-5 --data data/open-mix"
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_subject(parser)
-    add_data(parser)
-    add_output(parser)
+add_options = add_measured
 
 
 def run(args: argparse.Namespace) -> int:
