@@ -22,7 +22,7 @@ os.environ |= {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 # Programs compile once for all tests, workers and runs: a second run of the suite spends its time on the tests.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPO / ".cache" / "jax"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPO / ".cache" / "compiled"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 WORDS = "small initialization lets the model condense before it learns to memorise every token of a corpus".split()

@@ -292,6 +292,8 @@ class _Group:
                         "goodput": self._phases(i), "left_out": self.left_out, "rollbacks": self.rollbacks,
                     }  # fmt: skip
                     checkpointer.save(step, self.program.pick(self.state, i), extra)
+                    if len(self.lanes) > 1 and processes.count() > 1:
+                        checkpointer.wait()  # Orbax names its barriers by the step: two saves would meet in one
         self.clock.keep()
 
     def _phases(self, i: int) -> dict[str, float]:

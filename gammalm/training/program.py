@@ -3,6 +3,7 @@
 A program serves one run (`cells=None`) or C runs side by side, whose states, batches and scalars then have a leading cell axis.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -91,27 +92,41 @@ class Program:
         self._pick = jax.jit(lambda state, i: jax.tree.map(lambda a: a[i], state), out_shardings=one)
         self._one = one
 
+    @contextlib.contextmanager
+    def _devices(self):
+        """What the functions below run in: the mesh. XLA:CPU (JAX 0.12) deadlocks or aborts in the collectives of training steps that it
+        reads back from the compilation cache, so on CPUs programs over several devices are not put there."""
+        name = "jax_persistent_cache_min_compile_time_secs"
+        least = getattr(jax.config, name)
+        if self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu":
+            jax.config.update(name, float("inf"))
+        try:
+            with jax.set_mesh(self.mesh):
+                yield
+        finally:
+            jax.config.update(name, least)
+
     def init(self, config):
         """A fresh state of one run, each shard made where it lives."""
         seed = np.uint32(config.seed)
         if self.mesh.size == 1:
             # Op by op the draws compile once per shape, whatever γ; as one program they would compile again for every γ of a grid.
             return jax.device_put(init_state(self.model, config, seed), self._one)
-        with jax.set_mesh(self.mesh):
+        with self._devices():
             return jax.jit(lambda seed: init_state(self.model, config, seed), out_shardings=self._one)(seed)
 
     def stack(self, states):
         """The states of all cells as one with a leading cell axis; a single run's state stays as it is."""
         if self.cells is None:
             return states[0]
-        with jax.set_mesh(self.mesh):
+        with self._devices():
             return self._stack(states)
 
     def pick(self, state, cell: int):
         """The state of one cell, equal in structure and numbers to that of a single run."""
         if self.cells is None:
             return state
-        with jax.set_mesh(self.mesh):
+        with self._devices():
             return self._pick(state, cell)
 
     def rows(self, size: int) -> np.ndarray | None:
@@ -149,7 +164,7 @@ class Program:
 
     def step(self, state, batch, scalars):
         """One optimizer step of every cell; `state` is given away. Returns (state, metrics)."""
-        with jax.set_mesh(self.mesh):
+        with self._devices():
             return self._step(state, batch, scalars)
 
     def trace(self):
@@ -158,12 +173,12 @@ class Program:
         names = ("tokens", "segments") if self.config.data.packing == "documents" else ("tokens",)
         batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding) for name in names}
         scalars = {name.rsplit(".")[-1]: jax.ShapeDtypeStruct((), jnp.float32, sharding=self.scalar_sharding) for name in SCALARS}
-        with jax.set_mesh(self.mesh):
+        with self._devices():
             return self._step.trace(self.abstract_state, batch, scalars)
 
     def validate(self, state, batch, norm_eps):
         """Sums over one validation batch, see `make_validation`."""
-        with jax.set_mesh(self.mesh):
+        with self._devices():
             return self._validate(state["params"], state["buffers"], batch, norm_eps)
 
 

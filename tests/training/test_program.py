@@ -6,6 +6,7 @@ Shapes: B=4 sequences, T=12 tokens, V=50.
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from gammalm.training.program import Program, Programs, signature
 from gammalm.training.step import scalars
@@ -88,3 +89,24 @@ def test_the_largest_seed(program):
     tables = [np.asarray(program.init(config(seed=seed))["params"]["embed"]["table"]) for seed in (2**32 - 1, 2**31, 0)]
     assert all(np.isfinite(t).all() for t in tables)
     assert not (tables[0] == tables[1]).any() and not (tables[1] == tables[2]).any()
+
+
+@pytest.mark.parametrize(("devices", "kept"), [(1, True), (2, False)])
+def test_steps_over_several_cpu_devices_are_not_kept_compiled(tmp_path, devices, kept):
+    """What XLA:CPU reads back of them hangs; everything else is kept, and the setting is left as it was."""
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        compilation_cache.reset_cache()
+        c = config(mesh__data=devices, d_ff=40 + 8 * devices)  # a shape that no other test has compiled
+        program = Program(c, TOKEN_BYTES, devices=jax.devices()[:devices])
+        state = program.init(c)
+        batch = program.put([{"tokens": np.zeros((B, T + 1), np.int32)}])
+        jax.block_until_ready(program.step(state, batch, program.scalars([scalars(c)])))
+        assert any("jit_step" in file.name for file in tmp_path.iterdir()) == kept, [file.name for file in tmp_path.iterdir()]
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before[0])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+        compilation_cache.reset_cache()
