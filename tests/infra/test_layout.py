@@ -66,7 +66,7 @@ def files():
 @pytest.mark.parametrize("git", ["none", "refuses"])
 def test_files_are_found_without_git(tmp_path, git, monkeypatch):
     kept = ["README.md", ".ci/run", "gammalm/data/load.py", "tests/data/test_load.py"]
-    left = [".venv-test/lib/a.py", "data/open-mix/b.py", "runs/c.py", "x/__pycache__/d.py", ".cache/compiled/e", "g.egg-info/f", "build/g.py"]
+    left = [".venv-test/lib/a.py", "data/open-mix/b.py", "runs/c.py", "x/__pycache__/d.py", ".cache/e", "g.egg-info/f", "build/g.py"]
     for name in kept + left:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
