@@ -1,5 +1,5 @@
 """γ language models: the paper's four dense sizes and two mixtures of experts, a 16-head 1.5B for comparison with other
-trainers, and `tiny`, `nano` and `tiny-moe` for CPUs.
+trainers, and for CPUs `tiny`, a ladder of four widths from `nano` to `nano-384`, and the mixtures `tiny-moe` and `mini-moe`.
 
     --config lm:size=125m,gamma=1.0,eps=1e-12,gate=elementwise,batch=8,steps=1000
     --config lm:size=moe-1.5b-a0.25b,attention=mla
@@ -52,6 +52,9 @@ class Size:
 # size. A run of tiny-moe has a few hundred steps, in which steps of 1e-3 could not move a bias as far as affinities differ.
 SIZES = {
     "nano": Size(2, 48, 2, 24, 128, 112, 128, 4096, 1e-2, vocab_size=1024, total_tokens=2e6),
+    "nano-96": Size(2, 96, 4, 24, 256, 224, 128, 4096, 7e-3, vocab_size=1024, total_tokens=6.4e6),
+    "nano-192": Size(2, 192, 4, 48, 512, 448, 128, 4096, 5e-3, vocab_size=1024, total_tokens=22e6),
+    "nano-384": Size(2, 384, 6, 64, 1024, 896, 128, 4096, 3.5e-3, vocab_size=1024, total_tokens=79e6),
     "tiny": Size(2, 64, 2, 32, 176, 160, 128, 4096, 1e-2, vocab_size=2048, total_tokens=6e6),
     "125m": Size(12, 768, 12, 64, 2048, 1792, 2048, 2**19, 6e-4),
     "350m": Size(24, 1024, 16, 64, 2752, 2416, 2048, 2**19, 3e-4),
@@ -59,6 +62,7 @@ SIZES = {
     "1.5b": Size(24, 2048, 24, 128, 5440, 4416, 2048, 2**20, 2e-4),
     "1.5b-16h": Size(24, 2048, 16, 128, 5440, 4752, 2048, 2**20, 2e-4, vocab_size=64000, tie_embeddings=False),
     "tiny-moe": Size(2, 64, 2, 32, 160, 160, 128, 4096, 1e-2, vocab_size=2048, total_tokens=6e6, experts=Experts(16, 4, 1, 32, 1e-2)),
+    "mini-moe": Size(2, 128, 4, 32, 320, 320, 128, 4096, 7e-3, vocab_size=2048, total_tokens=20e6, experts=Experts(16, 4, 1, 64, 1e-2)),
     "moe-1.5b-a0.25b": Size(
         12, 1024, 16, 64, 3456, 3456, 2048, 2**20, 3.8e-4, vocab_size=64000, total_tokens=100e9, warmup_share=375e6 / 100e9,
         experts=Experts(96, 8, 1, 384),
@@ -145,7 +149,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.logit_softcap = 0.0  # 0: none
     c.model.dtype = "bfloat16"  # of matrix products; norms, softmax and loss are fp32 always
     c.model.residual_dtype = "bfloat16"
-    c.model.remat = "none" if args.size in ("nano", "tiny", "tiny-moe") else "full"  # none | dots | full
+    c.model.remat = "none" if args.size.startswith(("nano", "tiny", "mini")) else "full"  # none | dots | full
     c.model.scan_unroll = 1  # layers compiled side by side per scan step
     c.model.loss_chunk = 1024  # tokens whose logits exist at one time; 0: all
 
