@@ -71,7 +71,7 @@ class Ran:
         return self.program.put([one] * (self.program.cells or 1))
 
 
-@pytest.fixture(scope="module", params=CELLS)
+@pytest.fixture(scope="module", params=["dense", pytest.param("moe", marks=pytest.mark.full)])
 def cells(request):
     return CELLS[request.param]
 

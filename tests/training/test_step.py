@@ -132,7 +132,7 @@ def documents():
     return {"tokens": draw(0, rows=8), "segments": segments}
 
 
-@pytest.mark.parametrize("ffn, remat", [("dense", "none"), ("moe", "none"), ("moe", "full")])
+@pytest.mark.parametrize("ffn, remat", [("dense", "none"), pytest.param("moe", "none", marks=pytest.mark.full), ("moe", "full")])
 def test_micro_batches_equal_one_large_batch(documents, ffn, remat):
     """Loss and gradients to 1e-6 of their norms: sums in another order. Of mixtures the loads exactly: remat counts nothing twice."""
     how = {} if ffn == "dense" else {"model__moe__backend": "auto" if remat == "full" else "dense"}
