@@ -1,10 +1,12 @@
-"""What measurements of a model cost: the stable rank of every matrix of the 1.5b model against full SVDs.
+"""What measurements of a model cost: the stable rank of every matrix of the 1.5b model against full SVDs, and the sink score's memory.
 
     python benchmarks/analysis.py [--size 1.5b] [--layers 24] [--json FILE]
 
 Ours: Golub-Kahan-Lanczos of every matrix of freshly initialized weights, one stack of layers in memory at a time, drawing not counted.
 The other side: np.linalg.svd(compute_uv=False) in fp32 of one matrix of each parameter, timed once and multiplied by how many there are:
 extrapolated, as all of them would take an hour. The stable rank of that matrix by both is printed too: they must agree.
+
+Memory: what XLA:CPU plans for temporaries in the sink scores of one sequence (T the size's own) next to those in its losses.
 """
 
 import argparse
@@ -19,6 +21,7 @@ parser.add_argument("--layers", type=int, default=0, help="of the size's own, fo
 parser.add_argument("--json", metavar="FILE", help="write all measurements there")
 
 GOAL = 20.0  # times faster
+MEMORY_GOAL = 1.3  # of a forward pass
 
 
 class Clock:
@@ -60,6 +63,31 @@ def measure(path: str, spec, config) -> dict:
     }  # fmt: skip
 
 
+def sink_memory(config) -> dict:
+    """Bytes of temporaries of the sink scores and of the losses of one sequence, both compiled and neither run."""
+    import jax
+    import jax.numpy as jnp
+
+    from gammalm.analysis.sink import sink_sums
+    from gammalm.models.decoder import Model, fresh_buffers
+    from gammalm.trees import nested
+
+    model = Model(config.model)
+    params = nested({path: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for path, spec in model.specs.items()})
+    batch = {"tokens": jax.ShapeDtypeStruct((1, config.data.seq_len + 1), jnp.int32)}
+    eps = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def losses(params, batch, eps):
+        return model.bind(params).token_losses(batch["tokens"][:, :-1], batch["tokens"][:, 1:], None, eps)
+
+    def sinks(params, batch, eps):
+        return sink_sums(model, params, fresh_buffers(model), batch, eps)
+
+    compiled = {"sinks": jax.jit(sinks), "forward": jax.jit(losses)}
+    found = {k: f.lower(params, batch, eps).compile().memory_analysis().temp_size_in_bytes for k, f in compiled.items()}
+    return found | {"seq_len": config.data.seq_len, "ratio": found["sinks"] / found["forward"]}
+
+
 def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -86,6 +114,11 @@ def main() -> None:
     report |= total | {"ratio": total["svd_wall"] / total["wall"], "ratio_cpu": total["svd_cpu"] / total["cpu"]}
     print(f"all: {total['wall']:.1f} s against {total['svd_wall']:.1f} s, extrapolated: {report['ratio']:.1f} times faster, goal {GOAL:g}")
     print(f"CPU seconds: {total['cpu']:.1f} against {total['svd_cpu']:.1f}, {report['ratio_cpu']:.1f} times fewer")
+    report["sink_memory"] = memory = sink_memory(config)
+    print(
+        f"sink scores, T = {memory['seq_len']}: {memory['sinks'] / 1e6:.0f} MB of temporaries, a forward pass {memory['forward'] / 1e6:.0f}"
+        f" MB: {memory['ratio']:.2f} times, goal {MEMORY_GOAL:g}"
+    )
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
 
