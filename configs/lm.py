@@ -1,5 +1,6 @@
 """γ language models: the paper's four dense sizes and two mixtures of experts, a 16-head 1.5B for comparison with other
-trainers, and for CPUs `tiny`, a ladder of four widths from `nano` to `nano-384`, and the mixtures `tiny-moe` and `mini-moe`.
+trainers; for CPUs `tiny`, a ladder of four widths from `nano` to `nano-384`, and the mixtures `tiny-moe` and `mini-moe`; for one GPU
+a ladder from `micro-96` to `micro-768` and the mixtures `micro-moe` and `midi-moe`.
 
     --config lm:size=125m,gamma=1.0,eps=1e-12,gate=elementwise,batch=8,steps=1000
     --config lm:size=moe-1.5b-a0.25b,attention=mla
@@ -55,6 +56,10 @@ SIZES = {
     "nano-96": Size(2, 96, 4, 24, 256, 224, 128, 4096, 7e-3, vocab_size=1024, total_tokens=6.4e6),
     "nano-192": Size(2, 192, 4, 48, 512, 448, 128, 4096, 5e-3, vocab_size=1024, total_tokens=22e6),
     "nano-384": Size(2, 384, 6, 64, 1024, 896, 128, 4096, 3.5e-3, vocab_size=1024, total_tokens=79e6),
+    "micro-96": Size(4, 96, 4, 24, 256, 224, 512, 2**15, 7e-3, vocab_size=4096, total_tokens=17e6),
+    "micro-192": Size(4, 192, 4, 48, 512, 448, 512, 2**15, 5e-3, vocab_size=4096, total_tokens=51e6),
+    "micro-384": Size(4, 384, 6, 64, 1024, 896, 512, 2**15, 3.5e-3, vocab_size=4096, total_tokens=173e6),
+    "micro-768": Size(4, 768, 12, 64, 2048, 1792, 512, 2**15, 2.5e-3, vocab_size=4096, total_tokens=629e6),
     "tiny": Size(2, 64, 2, 32, 176, 160, 128, 4096, 1e-2, vocab_size=2048, total_tokens=6e6),
     "125m": Size(12, 768, 12, 64, 2048, 1792, 2048, 2**19, 6e-4),
     "350m": Size(24, 1024, 16, 64, 2752, 2416, 2048, 2**19, 3e-4),
@@ -63,6 +68,12 @@ SIZES = {
     "1.5b-16h": Size(24, 2048, 16, 128, 5440, 4752, 2048, 2**20, 2e-4, vocab_size=64000, tie_embeddings=False),
     "tiny-moe": Size(2, 64, 2, 32, 160, 160, 128, 4096, 1e-2, vocab_size=2048, total_tokens=6e6, experts=Experts(16, 4, 1, 32, 1e-2)),
     "mini-moe": Size(2, 128, 4, 32, 320, 320, 128, 4096, 7e-3, vocab_size=2048, total_tokens=20e6, experts=Experts(16, 4, 1, 64, 1e-2)),
+    "micro-moe": Size(
+        4, 192, 4, 48, 480, 480, 512, 2**15, 5e-3, vocab_size=4096, total_tokens=50e6, experts=Experts(16, 4, 1, 96, 1e-2)
+    ),
+    "midi-moe": Size(
+        4, 384, 6, 64, 960, 960, 512, 2**15, 3.5e-3, vocab_size=4096, total_tokens=168e6, experts=Experts(16, 4, 1, 192, 1e-2)
+    ),
     "moe-1.5b-a0.25b": Size(
         12, 1024, 16, 64, 3456, 3456, 2048, 2**20, 3.8e-4, vocab_size=64000, total_tokens=100e9, warmup_share=375e6 / 100e9,
         experts=Experts(96, 8, 1, 384),
@@ -144,6 +155,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.d_ff = size.d_ff_gated if args.gate == "elementwise" and args.match_width else size.d_ff
     c.model.norm_eps = args.eps
     c.model.gate = args.gate  # none | headwise | elementwise
+    c.model.softmax_sink = "none"  # one more term in the softmax's denominator: none | one (exp 0) | learned (exp s, an s per head)
     c.model.tie_embeddings = size.tie_embeddings
     c.model.rope_theta = 10_000.0
     c.model.logit_softcap = 0.0  # 0: none
@@ -157,6 +169,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.init.preset = "fan_in"
     c.init.gamma = args.gamma
     c.init.group_gammas = (args.gamma,) * 4  # embedding+head, qk, vo, ffn: read by preset "groups" alone
+    c.init.base_width = 256  # d_model at which preset "mup" is "fan_in": read by it alone
     c.init.depth_scale = False
     c.init.truncate = 0.0  # in standard deviations; 0: untruncated
     c.init.rules = ()  # "pattern=initializer" texts, first match wins, before the preset's own rules
@@ -165,6 +178,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.data.path = args.data
     c.data.mixture = args.mixture
     c.data.packing = args.packing  # concat | documents
+    c.data.loss = "all"  # all | last: every token of a document is predicted, or its last one alone
     c.data.seq_len = seq_len
 
     c.batch = ConfigDict()
@@ -172,6 +186,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.batch.micro_batches = 1
 
     c.optimizer = ConfigDict()
+    c.optimizer.kind = "adamw"  # adamw | muon (of the layers' matrices; the rest follows AdamW)
     c.optimizer.learning_rate = args.lr or size.learning_rate
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.95
@@ -196,6 +211,10 @@ def get_config(arg: str = "") -> ConfigDict:
     c.train.spike_window = 128  # steps before, from whose losses the bound comes
     c.train.spike_sigma = 6.0  # the bound: their median and so many times their spread
     c.train.spike_rollbacks = 3  # after so many the next spike ends the run
+
+    c.monitor = ConfigDict()  # what is measured of the model while it trains (docs/analysis.md)
+    c.monitor.kinds = ()  # of sink, flow, norm, condensation, weights
+    c.monitor.points = 24  # steps, log-spaced from 1 to train.steps; and step 0
 
     c.mesh = ConfigDict()  # sizes of the mesh axes; -1: what is left of the devices
     c.mesh.data = -1

@@ -29,6 +29,7 @@ __all__ = [
     "available",
     "call",
     "configs_folder",
+    "did_you_mean",
     "from_json",
     "leaves",
     "load_config",
@@ -104,7 +105,7 @@ def _convert(value: Any, like: Any, what: str) -> Any:
         raise ConfigError(f"{what}={value!r} is not {_EXPECTED[kind]}.") from None
 
 
-def _did_you_mean(name: str, names: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """`; did you mean X?` for the nearest of the dotted `names`, by the whole name or by its last part; else nothing."""
     names = list(names)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
@@ -132,7 +133,7 @@ def typed_args(arg: str, defaults: dict[str, Any], where: str) -> SimpleNamespac
             continue
         if name not in defaults:
             raise ConfigError(
-                f"{where}: unknown argument {name!r}{_did_you_mean(name, defaults)} Known arguments: {', '.join(defaults)}."
+                f"{where}: unknown argument {name!r}{did_you_mean(name, defaults)} Known arguments: {', '.join(defaults)}."
             )
         if name in given:
             raise ConfigError(f"{where}: argument {name!r} is given twice; keep one.")
@@ -167,7 +168,7 @@ def _find(name: str) -> Path:
         if candidate.is_file():
             return candidate.resolve()
     known = available()
-    raise ConfigError(f"no config {name!r}: neither a file nor one of {', '.join(known)}{_did_you_mean(name, known)}")
+    raise ConfigError(f"no config {name!r}: neither a file nor one of {', '.join(known)}{did_you_mean(name, known)}")
 
 
 def _guard(file: Path, function, *args) -> Any:
@@ -232,7 +233,7 @@ def apply_overrides(config: ConfigDict, overrides: Iterable[tuple[str, Any]]) ->
             inside = [leaf for leaf in known if leaf.startswith(f"{name}.")]
             if inside:
                 raise ConfigError(f"config.{name} is a group of values; set one of {', '.join(inside)}.")
-            raise ConfigError(f"the config has no {name!r}{_did_you_mean(name, known)}")
+            raise ConfigError(f"the config has no {name!r}{did_you_mean(name, known)}")
         group, _, leaf = name.rpartition(".")
         node = config
         for part in filter(None, group.split(".")):
@@ -254,7 +255,9 @@ def to_json(config: ConfigDict, path: str | os.PathLike) -> None:
 # Leaves that came after the first saved configs, with the value under which a run is what it was without them.
 LATER = {
     "model.attention_kernel": "auto", "train.stall_timeout": 1800.0, "mesh.context": 1, "mesh.dcn_data": 1, "mesh.dcn_fsdp": 1,
-    "train.spike": "off", "train.spike_window": 128, "train.spike_sigma": 6.0, "train.spike_rollbacks": 3,
+    "train.spike": "off", "train.spike_window": 128, "train.spike_sigma": 6.0, "train.spike_rollbacks": 3, "data.loss": "all",
+    "model.softmax_sink": "none", "monitor.kinds": (), "monitor.points": 24, "optimizer.kind": "adamw",
+    "init.base_width": 256,
 }  # fmt: skip
 
 
@@ -277,7 +280,7 @@ def from_json(path: str | os.PathLike) -> ConfigDict:
         raise ConfigError(f"{path} holds no config: it must be one JSON object.")
     for name, value in LATER.items():
         group, _, leaf = name.partition(".")
-        if isinstance(data.get(group), dict):
+        if isinstance(data.setdefault(group, {}), dict):
             data[group].setdefault(leaf, value)
     try:
         return build(data).lock()

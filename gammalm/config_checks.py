@@ -5,6 +5,7 @@ Not checked here, because it needs the thing itself: init presets and rules (gam
 whether the mesh fits the devices (gammalm.sharding).
 """
 
+import difflib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,7 @@ RULES: dict[str, Check] = {
     "model.d_ff": _whole(1),
     "model.norm_eps": _POSITIVE,
     "model.gate": _one_of("none", "headwise", "elementwise"),
+    "model.softmax_sink": _one_of("none", "one", "learned"),
     "model.attention": _one_of("mha", "mla"),
     "model.attention_kernel": _one_of("auto", "blockwise", "cudnn", "splash"),
     "model.ffn": _one_of("dense", "moe"),
@@ -69,15 +71,18 @@ RULES: dict[str, Check] = {
         "four finite numbers of at least 0 (embedding and head, qk, vo, ffn)",
         lambda v: isinstance(v, tuple | list) and len(v) == 4 and all(_is_real(g) and g >= 0 for g in v),
     ),
+    "init.base_width": _whole(1),
     "init.depth_scale": _BOOL,
     "init.truncate": _NOT_NEGATIVE,
     "init.rules": _TEXTS,
     "data.path": _TEXT,
     "data.mixture": _TEXT,
     "data.packing": _one_of("concat", "documents"),
+    "data.loss": _one_of("all", "last"),
     "data.seq_len": _whole(1),
     "batch.sequences": _whole(1),
     "batch.micro_batches": _whole(1),
+    "optimizer.kind": _one_of("adamw", "muon"),
     "optimizer.learning_rate": _NOT_NEGATIVE,
     "optimizer.b1": _BETA,
     "optimizer.b2": _BETA,
@@ -100,6 +105,8 @@ RULES: dict[str, Check] = {
     "train.spike_window": _whole(2),
     "train.spike_sigma": _POSITIVE,
     "train.spike_rollbacks": _whole(0),
+    "monitor.kinds": _TEXTS,
+    "monitor.points": _whole(2),
     "mesh.data": _MESH_AXIS,
     "mesh.fsdp": _MESH_AXIS,
     "mesh.expert": _MESH_AXIS,
@@ -108,6 +115,9 @@ RULES: dict[str, Check] = {
     "mesh.dcn_data": _whole(1),
     "mesh.dcn_fsdp": _whole(1),
 }
+
+# What can be measured while a run trains (gammalm.experiments.monitors).
+MONITORS = ("sink", "flow", "norm", "condensation", "weights")
 
 # Leaves that exist only where another leaf has this value: nothing else reads them.
 KINDS: dict[tuple[str, str], dict[str, Check]] = {
@@ -196,6 +206,13 @@ def _across(c: ConfigDict) -> list[str]:
             f"optimizer.warmup_steps={o.warmup_steps} and the cool-down (optimizer.cooldown_share={o.cooldown_share} of "
             f"train.steps={steps}) overlap; shorten one of them."
         )
+    if c.data.loss == "last" and c.data.packing != "documents":
+        found.append("data.loss='last' needs data.packing='documents': without it no token is known to be a document's last.")
+    for kind in c.monitor.kinds:
+        if kind not in MONITORS:
+            near = difflib.get_close_matches(kind, MONITORS, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            found.append(f"monitor.kinds: {kind!r} is none of {', '.join(MONITORS)}.{hint}")
     if c.data.seq_len % c.mesh.context:
         found.append(f"data.seq_len={c.data.seq_len} is no multiple of mesh.context={c.mesh.context}, over which each sequence is cut.")
     if list(c.mesh.values()).count(-1) > 1:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gammalm.analysis.spectral import stable_rank, top_singular
+from gammalm.analysis.walk import fetch
 from gammalm.analysis.weights import copies_of, matrix_paths, matrix_stack, outputs_first
 from gammalm.initializers.specs import ParamSpec
 from gammalm.trees import flat
@@ -37,10 +38,16 @@ class RowCosines:
     zero: int
 
 
-def snapshot_steps(last: int, per_doubling: int = 2) -> list[int]:
-    """Steps at which to look: log-spaced from step 1 to `last`, both included, since condensation happens early."""
-    count = int(per_doubling * math.log2(last)) + 1 if last > 0 else 0
-    return sorted({min(last, round(2 ** (i / per_doubling))) for i in range(count)} | ({last} if last > 0 else set()))
+def snapshot_steps(last: int, points: int = 24) -> list[int]:
+    """`points` steps at which to look, log-spaced from 1 to `last`, both included, since condensation happens early; of fewer steps all.
+
+    Early ones that would be less than a step apart are consecutive, and the others spread over what is left.
+    """
+    steps = [1] if last > 0 else []
+    while steps and steps[-1] < last:
+        left = max(1, points - len(steps))
+        steps.append(max(steps[-1] + 1, round(steps[-1] * (last / steps[-1]) ** (1 / left))))
+    return steps
 
 
 def random_stable_rank(rows: int, columns: int) -> float:
@@ -61,19 +68,27 @@ def stable_ranks(specs: Mapping[str, ParamSpec], params: Mapping) -> dict[str, t
 
 def row_cosines(w_RD, most_rows: int = MOST_ROWS) -> RowCosines:
     """Cosines between the rows of `w_RD`; of more than `most_rows` rows as many evenly spaced ones. Zero rows are dropped."""
-    taken = np.arange(len(w_RD)) if len(w_RD) <= most_rows else np.linspace(0, len(w_RD) - 1, most_rows).round().astype(int)
-    cosines, alive = jax.device_get(_cosines(jnp.asarray(w_RD), taken))
+    taken = _spaced(len(w_RD), most_rows)
+    return _kept(*jax.device_get(_cosines(jnp.asarray(w_RD), taken)), taken)
+
+
+def _spaced(rows: int, most: int) -> np.ndarray:
+    return np.arange(rows) if rows <= most else np.linspace(0, rows - 1, most).round().astype(int)
+
+
+def _kept(cosines: np.ndarray, alive: np.ndarray, taken: np.ndarray) -> RowCosines:
     return RowCosines(cosines[np.ix_(alive, alive)] if not alive.all() else cosines, taken[alive], len(taken), int((~alive).sum()))
 
 
 @jax.jit
 def _cosines(w_RD, taken):
-    w_RD = w_RD[taken].astype(jnp.float32)
-    largest_R1 = jnp.max(jnp.abs(w_RD), axis=1, keepdims=True)
+    """Cosines and which rows are not zero, of a matrix or of each in a stack."""
+    w_RD = jnp.take(w_RD, taken, axis=-2).astype(jnp.float32)
+    largest_R1 = jnp.max(jnp.abs(w_RD), axis=-1, keepdims=True)
     alive_R1 = largest_R1 != 0
     scaled_RD = w_RD / jnp.where(alive_R1, largest_R1, 1.0)  # first, as squares of tiny weights would be zero in fp32
-    unit_RD = scaled_RD / jnp.where(alive_R1, jnp.linalg.norm(scaled_RD, axis=1, keepdims=True), 1.0)
-    return jnp.matmul(unit_RD, unit_RD.T, precision=jax.lax.Precision.HIGHEST), alive_R1[:, 0]
+    unit_RD = scaled_RD / jnp.where(alive_R1, jnp.linalg.norm(scaled_RD, axis=-1, keepdims=True), 1.0)
+    return jnp.matmul(unit_RD, jnp.swapaxes(unit_RD, -1, -2), precision=jax.lax.Precision.HIGHEST), alive_R1[..., 0]
 
 
 def mean_absolute(cosines_RR: np.ndarray) -> float:
@@ -81,7 +96,8 @@ def mean_absolute(cosines_RR: np.ndarray) -> float:
     R = len(cosines_RR)
     if R < 2:
         return math.nan
-    total = sum(np.abs(row).sum(dtype=np.float64) for row in cosines_RR) - np.abs(np.diagonal(cosines_RR)).sum(dtype=np.float64)
+    blocks = np.array_split(cosines_RR, -(-R // 256))  # so that no copy of a large matrix is made
+    total = sum(np.abs(block).sum(dtype=np.float64) for block in blocks) - np.abs(np.diagonal(cosines_RR)).sum(dtype=np.float64)
     return float(total / (R * (R - 1)))
 
 
@@ -143,17 +159,47 @@ def condensation_rows(specs: Mapping[str, ParamSpec], params: Mapping, paths: li
     arrays = flat(params)
     for path in matrix_paths(specs) if paths is None else paths:
         spec = specs[path]
-        fan_in, fan_out = spec.fans()
         ranks, errors = jax.device_get(stable_rank(matrix_stack(arrays[path], spec)))
         for index, names in copies_of(spec):
             cosines = row_cosines(output_rows(arrays[path], index, spec))
             sizes = np.bincount(leader_clusters(cosines.cosines_RR))
-            mean = mean_absolute(cosines.cosines_RR)
-            yield {
-                "path": path, **names, "rows": fan_out, "fan_in": fan_in,
-                "stable_rank": float(ranks[index]), "stable_rank_error": float(errors[index]),
-                "stable_rank_random": random_stable_rank(fan_out, fan_in),
-                "rows_compared": cosines.compared, "zero_rows": cosines.zero,
-                "mean_abs_cosine": None if math.isnan(mean) else mean, "mean_abs_cosine_random": random_mean_cosine(fan_in),
+            yield _row(path, spec, names, ranks[index], errors[index], cosines) | {
                 "clusters": len(sizes), "largest_cluster": float(sizes.max() / sizes.sum()) if len(sizes) else None,
             }  # fmt: skip
+
+
+def snapshot(specs: Mapping[str, ParamSpec], params: Mapping, most_rows: int) -> tuple[list[dict], dict[tuple, RowCosines]]:
+    """What a monitor keeps of one moment: the rows of `condensation_rows` without clusters, and by (path, layer or None) the cosines of
+    up to `most_rows` evenly spaced rows, from which clusters and heat maps in either order can be had later.
+
+    Of a mixture's experts those of the first alone; for the others what is said of rows is None. The device is asked for everything at
+    once. Several processes: as `walk.fetch`.
+    """
+    arrays, asked = flat(params), {}
+    for path, ranks in stable_ranks(specs, params).items():
+        stack, spec = matrix_stack(arrays[path], specs[path]), specs[path]
+        one = jnp.take(stack, 0, axis=spec.axes.index("experts")) if "experts" in spec.axes else stack
+        one = one if outputs_first(spec) else jnp.swapaxes(one, -1, -2)
+        asked[path] = ranks, _cosines(one, _spaced(one.shape[-2], most_rows))
+    rows, kept, there = [], {}, fetch(asked)
+    for path in asked:  # fetching sorts them
+        spec, ((ranks, errors), (cosines, alive)) = specs[path], there[path]
+        for index, names in copies_of(spec):
+            found = None
+            if not names["expert"]:
+                at = index[: bool(spec.layers)]
+                found = kept[path, names["layer"]] = _kept(cosines[at], alive[at], _spaced(spec.fans()[1], most_rows))
+            rows.append(_row(path, spec, names, ranks[index], errors[index], found))
+    return rows, kept
+
+
+def _row(path: str, spec: ParamSpec, names: dict, rank, error, cosines: RowCosines | None) -> dict:
+    """One matrix in JSON; None where a figure means nothing."""
+    fan_in, fan_out = spec.fans()
+    mean = math.nan if cosines is None else mean_absolute(cosines.cosines_RR)
+    return {
+        "path": path, **names, "rows": fan_out, "fan_in": fan_in,
+        "stable_rank": float(rank), "stable_rank_error": float(error), "stable_rank_random": random_stable_rank(fan_out, fan_in),
+        "rows_compared": cosines and cosines.compared, "zero_rows": cosines and cosines.zero,
+        "mean_abs_cosine": None if math.isnan(mean) else mean, "mean_abs_cosine_random": random_mean_cosine(fan_in),
+    }  # fmt: skip

@@ -26,6 +26,11 @@ class Flow:
         """‖h_L − e‖/‖e‖, the model's own; 1 is balance."""
         return float(self.moved_L[-1])
 
+    def row(self) -> dict:
+        """JSON-ready: tokens, size of e, ratio, and by layer attention, ffn, moved."""
+        layers = {name: getattr(self, f"{name}_L").tolist() for name in ("attention", "ffn", "moved")}
+        return {"tokens": self.tokens, "embedding": self.embedding, "ratio": self.ratio, "layers": layers}
+
 
 def flow_sums(model, params, buffers, batch, eps) -> dict:
     """fp32 sums of squares over the tokens of one batch that count: of e [], of the updates and of h_l − e [L]; and their number []."""

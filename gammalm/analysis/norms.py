@@ -30,6 +30,12 @@ class NormRegime:
     eps: float
     norms: dict[str, Norm]
 
+    def row(self) -> dict:
+        """JSON-ready: tokens, and by norm its variance, ratio, factor, hidden, a list over layers each."""
+        columns = ("variance", "ratio", "factor", "hidden")
+        norms = {name: {column: getattr(norm, f"{column}_L").tolist() for column in columns} for name, norm in self.norms.items()}
+        return {"tokens": self.tokens, "norms": norms}
+
 
 def norm_sums(model, params, buffers, batch, eps) -> dict:
     """fp32 sums over the tokens of one batch that count, [L] for each norm: variance, factor, hidden; and their number []."""

@@ -1,7 +1,8 @@
 """Attention sinks: how much softmax weight goes to the first token, by three definitions, without a T x T matrix.
 
 The weight of query t on key 1 is exp(q_t·k_1/√K − lse_t), and the log-sum-exp is what blockwise attention leaves; a gate comes after it and
-does not enter. A unit is what has a first token: the sequence, or with packed documents the document (of one that was cut, each piece).
+does not enter. A softmax sink (`model.softmax_sink`) is part of the log-sum-exp: with one the weights of a query sum to less than one.
+A unit is what has a first token: the sequence, or with packed documents the document (of one that was cut, each piece).
 Shape legend: models/parts.py; U units of a sequence.
 """
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gammalm.analysis.walk import inputs_of, mean_of, total
+from gammalm.models.attention import sink_logits
 from gammalm.models.blockwise import BLOCK, causal_attention
 from gammalm.models.decoder import positions_of
 
@@ -41,8 +43,17 @@ class SinkScores:
         """The scores as means over heads, [L] each."""
         return {name: getattr(self, f"{name}_LH").mean(axis=1) for name in ("later", "alpha", "sinks", "last")}
 
+    def row(self) -> dict:
+        """JSON-ready: whose first token, counts, the threshold, and each score with its mean and by layer, beside the uniform one."""
+        layers = self.by_layer()
+        return {
+            "first_token_of": self.unit, "units": self.units, "queries": self.queries, "threshold": THRESHOLD, "uniform": self.uniform,
+            "mean": {name: float(a_L.mean()) for name, a_L in layers.items()},
+            "layers": {name: a_L.tolist() for name, a_L in layers.items()},
+        }  # fmt: skip
 
-def log_sum_exps(q_BTGRK, k_BTGK, segments_BT):
+
+def log_sum_exps(q_BTGRK, k_BTGK, segments_BT, sink_GR=None):
     """fp32 log-sum-exp [B, G, R, T] of the scaled scores, one block of queries after another in a loop, so that one block is in memory.
 
     The kernel alone has its blocks side by side in the program, and compilers may hold all of them at once.
@@ -57,7 +68,7 @@ def log_sum_exps(q_BTGRK, k_BTGK, segments_BT):
 
     def one(block):
         q, segments, first = block
-        return causal_attention(q, k_BTGK, k_BTGK[..., :1], segments, segments_BT, first)[1]  # values do not matter here
+        return causal_attention(q, k_BTGK, k_BTGK[..., :1], segments, segments_BT, first, sink_GR)[1]  # values do not matter here
 
     segments = None if segments_BT is None else blocks(segments_BT)
     lse = jax.lax.map(one, (blocks(q_BTGRK), segments, jnp.arange(0, T, size, dtype=jnp.int32)))
@@ -69,7 +80,7 @@ def first_token_weights(block, x_BTD, angles, segments_BT, positions_BT, eps):
     q, k_BTGK = block.attn.queries_keys(block.attn_norm(x_BTD, eps).astype(block.dtype), angles, eps)[:2]
     B, T, H, K = q.shape
     q_BTGRK = q.reshape(B, T, k_BTGK.shape[2], -1, K)
-    lse_BGRT = log_sum_exps(q_BTGRK, k_BTGK, segments_BT)
+    lse_BGRT = log_sum_exps(q_BTGRK, k_BTGK, segments_BT, sink_logits(block.attn, *q_BTGRK.shape[2:4]))
     first = k_BTGK[:, :1]
     if segments_BT is not None:
         first = jnp.take_along_axis(k_BTGK, (jnp.arange(T)[None] - positions_BT)[..., None, None], axis=1)

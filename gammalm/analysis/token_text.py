@@ -4,8 +4,9 @@ Blue: the small-initialization model gives the token more probability; orange: t
 example; science 6. Shapes: T predicted tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,20 +20,34 @@ END = "⟨end⟩"  # shown for a token that stands for no text
 PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 
 
+class Piece(NamedTuple):
+    """What is coloured as one: its text as it is shown, losses of both models in nats, gain."""
+
+    text: str
+    small: float
+    standard: float
+    gain: float
+
+
+def pieces(ids: Sequence[int], small_T, standard_T, decode: Callable[[Sequence[int]], str]) -> Iterator[Piece]:
+    """The pieces of `coloured_text`, whose arguments and errors it shares."""
+    if not len(ids) - 1 == len(small_T) == len(standard_T):
+        raise ValueError(f"{len(ids)} tokens need {len(ids) - 1} losses of each model, not {len(small_T)} and {len(standard_T)}")
+    for text, begin, end in _pieces(ids, decode):
+        small, standard = (float(np.sum(losses[begin - 1 : end - 1], dtype=np.float64)) for losses in (small_T, standard_T))
+        yield Piece(_shown(text), small, standard, float(symmetric_gain(small, standard)))
+
+
 def coloured_text(ids: Sequence[int], small_T, standard_T, decode: Callable[[Sequence[int]], str]) -> str:
     """An HTML fragment with its legend: `ids` [T+1], of which the first is only context, losses of both models on the others in nats.
 
     `decode` turns ids into text. A character that is spelled in several byte tokens is one coloured piece, with the sums of their losses,
     which is the loss of the character. Hovering over a piece shows its figures. Raises ValueError where the lengths do not fit.
     """
-    if not len(ids) - 1 == len(small_T) == len(standard_T):
-        raise ValueError(f"{len(ids)} tokens need {len(ids) - 1} losses of each model, not {len(small_T)} and {len(standard_T)}")
     parts = [escape(_shown(decode(ids[:1])))]
-    for text, begin, end in _pieces(ids, decode):
-        small, standard = (float(np.sum(losses[begin - 1 : end - 1], dtype=np.float64)) for losses in (small_T, standard_T))
-        gain = float(symmetric_gain(small, standard))
-        title = f"gain {gain:+.3f}; loss {small:.3f} small, {standard:.3f} standard"
-        parts.append(f'<span style="background:{colour(gain)}" title="{title}">{escape(_shown(text))}</span>')
+    for piece in pieces(ids, small_T, standard_T, decode):
+        title = f"gain {piece.gain:+.3f}; loss {piece.small:.3f} small, {piece.standard:.3f} standard"
+        parts.append(f'<span style="background:{colour(piece.gain)}" title="{title}">{escape(piece.text)}</span>')
     return f'{_legend()}\n<div style="{STYLE};{TEXT}">{"".join(parts)}</div>'
 
 

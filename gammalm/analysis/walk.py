@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from gammalm.errors import DataError
 
@@ -34,6 +35,19 @@ def _compiled(sums: Callable, model) -> Callable:
     return jax.jit(functools.partial(sums, model))
 
 
+_whole = jax.jit(lambda a: a, out_shardings=PartitionSpec())
+
+
+def fetch(tree):
+    """The arrays of `tree` on the host, wherever they lie. Of those that lie on devices of several processes, all processes fetch alike,
+    within `jax.set_mesh(mesh)`."""
+
+    def reachable(a):
+        return not isinstance(a, jax.Array) or a.is_fully_addressable or a.is_fully_replicated
+
+    return jax.device_get(jax.tree.map(lambda a: a if reachable(a) else _whole(a), tree))
+
+
 def total(sums: Callable, model, params, buffers, batches: Iterable[dict], eps: float | None = None):
     """`sums` of every batch, added up in float64 on the host. `eps`: of the norms; None: the model's own.
 
@@ -41,9 +55,9 @@ def total(sums: Callable, model, params, buffers, batches: Iterable[dict], eps: 
     there is no batch.
     """
     function, found = _compiled(sums, model), None
-    eps = jnp.float32(model.config.norm_eps if eps is None else eps)
+    eps = np.float32(model.config.norm_eps if eps is None else eps)  # of NumPy: it belongs to no device
     for batch in batches:
-        part = jax.tree.map(lambda a: np.asarray(a, np.float64), jax.device_get(function(params, buffers, batch, eps)))
+        part = jax.tree.map(lambda a: np.asarray(a, np.float64), fetch(function(params, buffers, batch, eps)))
         found = part if found is None else jax.tree.map(np.add, found, part)
     if found is None:
         raise DataError("There is no batch to measure. Give more data.")

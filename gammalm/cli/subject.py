@@ -1,7 +1,6 @@
 """What kinds of `gammalm analyze` share: the model, of a run or fresh from a config, the batches that it reads, and how results leave."""
 
 import argparse
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -65,20 +64,11 @@ def load_subject(args: argparse.Namespace):
 
 def batches_of(args: argparse.Namespace, loaded) -> Iterator[dict]:
     """The first `--batches` validation batches of each domain. Raises DataError where the text is not the model's own."""
-    from gammalm.data.load import open_split
-    from gammalm.errors import DataError
+    from gammalm.training.load import validation_batches, validation_split
 
     if args.batches < 0 or args.sequences < 1:
         raise ConfigError(f"--batches {args.batches} --sequences {args.sequences}: batches are 0 (all) or more, sequences 1 or more.")
-    data = loaded.config.data
-    split = open_split(
-        args.data or data.path, "validation", seq_len=data.seq_len, packing=data.packing, mixture=data.mixture,
-        seed=loaded.config.seed, batch=args.sequences,
-    )  # fmt: skip
-    if split.vocab_size > loaded.config.model.vocab_size or loaded.tokenizer_sha256 not in (None, split.tokenizer_sha256):
-        raise DataError(f"{split.path} has another tokenizer than the model was trained with. Give --data the folder it was trained on.")
-    for domain in split.domains:
-        yield from itertools.islice(split.validation(domain), args.batches or None)
+    yield from validation_batches(validation_split(loaded, args.sequences, args.data), args.batches)
 
 
 def describe_subject(args: argparse.Namespace, loaded) -> dict:

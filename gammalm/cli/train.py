@@ -47,6 +47,7 @@ def parse_range(text: str, steps: int) -> tuple[int, int]:
 def _train(args: argparse.Namespace, config, notice, profile) -> int:
     import jax
 
+    from gammalm.experiments.monitors import Monitor
     from gammalm.models import flops
     from gammalm.models.decoder import Model
     from gammalm.models.kernels import describe
@@ -66,7 +67,7 @@ def _train(args: argparse.Namespace, config, notice, profile) -> int:
     processes.say(f"{devices.describe(jax.devices())}; MFU: {flops.CONVENTION}")
     options = devices.compiler_options(count=jax.device_count())
     processes.say("compiler options: " + (", ".join(f"{name}={value}" for name, value in options.items()) or "XLA's defaults"))
-    (outcome,) = train([Run(config, args.workdir)], Programs(), notice=notice, profile=profile)
+    (outcome,) = train([Run(config, args.workdir)], Programs(), notice=notice, profile=profile, monitor=Monitor)
     if not processes.leads():
         return 1 if outcome.error else 0
     result = {"workdir": str(args.workdir), "parameters": model.parameter_count, **vars(outcome)}

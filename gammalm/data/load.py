@@ -4,7 +4,7 @@ B = sequences per step over all hosts, T = sequence length, N = tokens of one gr
 
     tokens    int32 [B, T+1]   inputs are [:, :-1], targets [:, 1:]
     segments  int32 [B, T+1]   packing "documents" alone: 1, 2, ... per document of the sequence, 0 = padding
-    weights   float32 [B, T]   validation alone: 1 where a target counts
+    weights   float32 [B, T]   validation, and training under loss "last": 1 where a target counts
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from gammalm.data.packing import concat_windows, pack_documents
 from gammalm.errors import DataError
 
 PACKINGS = ("concat", "documents")
+LOSSES = ("all", "last")  # which targets count: every token of a document that has a context, or its last one alone
 
 
 class GroupTokens:
@@ -71,23 +72,27 @@ def _load(path: Path, root) -> np.ndarray:
         raise DataError(f"{path} is damaged or cannot be read ({error}). Delete {root} and prepare it again.") from error
 
 
-def open_split(path, split: str, *, seq_len: int, packing: str, mixture: str, seed: int, batch: int) -> "Split":
+def open_split(path, split: str, *, seq_len: int, packing: str, mixture: str, seed: int, batch: int, loss: str = "all") -> "Split":
     """Open one split ("train" or "validation") of the prepared folder `path`.
 
-    `seq_len` = T, `packing` concat | documents, `mixture` as in gammalm.data.mixture, `seed` orders the sequences, `batch` = B.
+    `seq_len` = T, `packing` concat | documents, `mixture` as in gammalm.data.mixture, `seed` orders the sequences, `batch` = B. `loss`
+    all | last: which targets count; last is for documents of at most T+1 tokens (the pieces of a longer one count as documents).
     Raises DataError: no such folder, damaged or truncated files, a tokenizer that is not the corpus's own, an unknown domain, a split
     without documents.
     """
-    if split not in shards.SPLITS or packing not in PACKINGS or seq_len < 1 or batch < 1:
+    if split not in shards.SPLITS or packing not in PACKINGS or loss not in LOSSES[: len(LOSSES) if packing == "documents" else 1]:
         raise DataError(
-            f"split={split!r}, packing={packing!r}, seq_len={seq_len}, batch={batch}: splits are {shards.SPLITS}, packings {PACKINGS}."
+            f"split={split!r}, packing={packing!r}, loss={loss!r}: splits are {shards.SPLITS}, packings {PACKINGS}; of the losses "
+            f"{LOSSES} the last needs packing documents."
         )
+    if seq_len < 1 or batch < 1:
+        raise DataError(f"seq_len={seq_len}, batch={batch}: both are at least 1.")
     manifest = shards.read_manifest(path)
     shards.check_files(path, manifest)
     streams = {g: GroupTokens(path, manifest, g, split) for g, entry in manifest["groups"].items() if entry[split]["documents"]}
     if not streams:
         raise DataError(f"{path} has no {split} documents. Prepare it from more text.")
-    return Split(Path(path), manifest, split, streams, seq_len, packing, mixture, seed, batch)
+    return Split(Path(path), manifest, split, streams, seq_len, packing, mixture, seed, batch, loss)
 
 
 class Split:
@@ -97,8 +102,8 @@ class Split:
     `shares`: the part each group has in training batches. `fill`: share of places that hold tokens, per group.
     """
 
-    def __init__(self, path, manifest, split, streams, seq_len, packing, mixture, seed, batch):
-        self.path, self.split, self.seq_len, self.packing, self.batch_size = path, split, seq_len, packing, batch
+    def __init__(self, path, manifest, split, streams, seq_len, packing, mixture, seed, batch, loss):
+        self.path, self.split, self.seq_len, self.packing, self.batch_size, self.loss = path, split, seq_len, packing, batch, loss
         self.vocab_size, self.eod_id = manifest["tokenizer"]["vocab_size"], manifest["tokenizer"]["eod_id"]
         self.tokenizer_sha256 = manifest["tokenizer"]["sha256"]
         self.token_bytes = _load(path / manifest["token_bytes"]["file"], path)
@@ -122,7 +127,7 @@ class Split:
         out = self._empty(len(chosen))
         for row, (k, n) in enumerate(zip(owners.tolist(), nth.tolist(), strict=True)):
             self._fill(out, row, self._pattern.groups[k], self._orders[k][n])
-        return out
+        return out if self.loss == "all" else out | {"weights": self._weights(out["segments"])}
 
     def epochs(self, step: int) -> dict[str, float]:
         """How many times each group has been gone through after `step` steps of training."""
@@ -146,8 +151,7 @@ class Split:
                 if self.packing == "concat":
                     weights[row, : total - 1 - number * self.seq_len] = 1
                 else:
-                    segments = out["segments"][row]
-                    weights[row] = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
+                    weights[row] = self._weights(out["segments"][row])
             yield out | {"weights": weights}
 
     def validation_batches(self, domain: str) -> int:
@@ -158,6 +162,13 @@ class Split:
         if self.packing == "documents":
             return self.windows[domain]
         return -(-(self._streams[domain].n_tokens - 1) // self.seq_len)  # the last one is filled up
+
+    def _weights(self, segments: np.ndarray) -> np.ndarray:
+        """float32 [..., T]: 1 where the target of packed documents [..., T+1] counts, of one document and, under "last", ending it."""
+        counts = (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] > 0)
+        if self.loss == "last":
+            counts[..., :-1] &= segments[..., 1:-1] != segments[..., 2:]
+        return counts.astype(np.float32)
 
     def _empty(self, rows: int) -> dict[str, np.ndarray]:
         """Batch arrays that hold nothing but padding."""

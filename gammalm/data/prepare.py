@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gammalm.data import open_mix, readers, shards, spool, tokenizer
+from gammalm.data import composition, open_mix, readers, shards, spool, tokenizer
 from gammalm.data.fetch import fetch
 from gammalm.errors import DataError
 from gammalm.files import DISK_FULL
@@ -35,8 +35,8 @@ WORKER_PROBLEMS = (BrokenProcessPool, MemoryError)
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to prepare. `source`: open-mix, stdlib, tfds:NAME, or files as readers.file_tasks takes them. `max_mb`: megabytes of text (10^6
-    bytes; 0: all). `out`: the folder to make; None: data/<name of the source>.
+    """What to prepare. `source`: open-mix, stdlib, tfds:NAME, composition[:EXAMPLES], or files as readers.file_tasks takes them.
+    `max_mb`: megabytes of text (10^6 bytes; 0: all). `out`: the folder to make; None: data/<name of the source>.
     `replace`: put it in the place of a corpus made with other arguments."""
 
     source: tuple[str, ...]
@@ -56,6 +56,8 @@ class Request:
     def arguments(self) -> dict:
         """What the result depends on, as the manifest records it; files with their size and time of change."""
         stamps = {}
+        if self.examples is not None:
+            return {"source": list(self.source), "vocab_size": composition.VOCAB_SIZE, "max_mb": 0.0, "files": {}}
         if not self._named:
             stamps = {t.name: [t.path.stat().st_size, t.path.stat().st_mtime_ns] for t in readers.file_tasks(list(self.source))}
         return {"source": list(self.source), "vocab_size": self.vocab_size, "max_mb": self.max_mb, "files": stamps}
@@ -63,6 +65,16 @@ class Request:
     @property
     def _named(self) -> bool:
         return len(self.source) == 1 and (self.source[0] in ("open-mix", "stdlib") or self.source[0].startswith("tfds:"))
+
+    @property
+    def examples(self) -> int | None:
+        """How many examples of the composition task are asked for; None: text is. Raises DataError for what is no number."""
+        name, _, count = self.source[0].partition(":")
+        if name != "composition" or Path(self.source[0]).exists():
+            return None
+        if len(self.source) > 1 or not (count or "1").isdecimal():
+            raise DataError(f"--source {' '.join(self.source)}: write composition or composition:EXAMPLES, a whole number, alone.")
+        return int(count or composition.EXAMPLES)
 
     def tasks(self, note) -> tuple[list, list[dict]]:
         """(what to read, with each its share of the bytes; what had to be left out, with the reason). Fetches the open mix."""
@@ -178,12 +190,16 @@ def _publish(work: Path, out: Path) -> None:
 
 def _build(request: Request, arguments: dict, work: Path, note) -> dict:
     """Everything but publication, in folder `work`. Returns the manifest, also written to work/result."""
+    (result := work / "result").mkdir()
+    head = {"format": shards.FORMAT, "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "arguments": arguments}
+    if request.examples is not None:
+        shards.write_manifest(result, manifest := head | composition.build(result, request.examples))
+        return manifest
     tasks, left_out = request.tasks(note)
     for line in left_out_lines(left_out):
         note(line)
-    spool_folder, result = work / "spool", work / "result"
-    for folder in (spool_folder, work / "parts", result):
-        folder.mkdir()
+    (spool_folder := work / "spool").mkdir()
+    (work / "parts").mkdir()
     total = sum(task.size for task in tasks)
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     buckets = min(MAX_BUCKETS, max(1 if total <= IN_PROCESS_BYTES else 2 * workers, -(-total // BUCKET_BYTES)))
@@ -204,10 +220,7 @@ def _build(request: Request, arguments: dict, work: Path, note) -> dict:
     for group, splits in groups.items():
         if not splits["validation"]["documents"]:
             note(f"{group} has no validation documents: it holds too few documents to give one away")
-    manifest = {
-        "format": shards.FORMAT,
-        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "arguments": arguments,
+    manifest = head | {
         "tokenizer": shards.describe(result, result / shards.TOKENIZER) | {"vocab_size": tok.vocab_size, "eod_id": tok.eod_id},
         "token_bytes": shards.describe(result, result / shards.TOKEN_BYTES),
         "groups": groups,

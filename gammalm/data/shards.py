@@ -18,6 +18,7 @@ from gammalm.files import write_json_atomic
 FORMAT = 1  # of the folder; raised when its meaning changes
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.model"
+NUMBERS = "numbers.json"  # in its place where token ids are numbers, not text (composition.py)
 TOKEN_BYTES = "token_bytes.npy"
 SPLITS = ("train", "validation")
 SHARD_TOKENS = 16 * 2**20  # a shard is closed once it holds as many

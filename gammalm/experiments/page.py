@@ -81,15 +81,19 @@ def table(headers: Sequence[str], rows: Iterable[Sequence], caption: str, text: 
     lines = "".join(
         "<tr>" + "".join(f"<td{kind(i)}>{escape(str(value))}</td>" for i, value in enumerate(row)) + "</tr>\n" for row in rows
     )
-    return (
-        f'{paragraph(caption, "note")}<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{lines}</tbody></table></div>"
-    )
+    body = f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{lines}</tbody></table>"
+    return paragraph(caption, "note") + wide(body, caption)
 
 
-def figure(svg: str, alt: str) -> str:
-    """An inline drawing with the text that stands for it."""
-    return f'<figure role="img" aria-label="{escape(alt)}">{svg}</figure>'
+def wide(html: str, label: str) -> str:
+    """HTML in a frame that scrolls sideways, and that a screen reader calls by its label."""
+    return f'<div class="wide" tabindex="0" role="region" aria-label="{escape(label)}">{html}</div>'
+
+
+def figure(svg: str, alt: str, width: float = 0.0) -> str:
+    """An inline drawing with the text that stands for it; `width`: CSS pixels that it needs to be readable, inside a `wide` frame."""
+    style = f' style="min-width:{width:.0f}px;max-width:{1.4 * width:.0f}px"' if width else ""
+    return f'<figure role="img" aria-label="{escape(alt)}"{style}>{svg}</figure>'
 
 
 def figures(drawings: Iterable[str]) -> str:

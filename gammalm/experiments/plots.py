@@ -45,17 +45,17 @@ ACCENT = "#c2410c"  # what is at the best rate
 MARKERS = "osD^vPX*<>h"
 
 
-def _styled(function):
+def styled(function):
     """`function` under our style, whatever the user's own Matplotlib settings are."""
 
     @functools.wraps(function)
-    def styled(*args, **options):
+    def inside(*args, **options):
         with matplotlib.rc_context():
             matplotlib.rcdefaults()
             matplotlib.rcParams.update(STYLE)
             return function(*args, **options)
 
-    return styled
+    return inside
 
 
 def colours(gammas: Sequence[float]) -> dict[float, str]:
@@ -69,7 +69,7 @@ def markers(gammas: Sequence[float]) -> dict[float, str]:
     return {g: MARKERS[i % len(MARKERS)] for i, g in enumerate(sorted(set(gammas)))}
 
 
-@_styled
+@styled
 def save(figure: Figure, folder: Path, name: str) -> str:
     """Writes `folder`/name.png and gives the figure as inline SVG, its ids made unique by `name`."""
     temporary = folder / f".{name}.png.tmp"
@@ -86,7 +86,8 @@ def save(figure: Figure, folder: Path, name: str) -> str:
     return re.sub(r' (width|height)="[0-9.]+pt"', "", svg, count=2).replace("<svg ", '<svg aria-hidden="true" ', 1)
 
 
-def _panel(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = PANEL):
+def panel(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = PANEL):
+    """A figure of one panel, `size` in inches, and its axes."""
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     figure.suptitle(title, x=0.02, ha="left", fontsize=11, fontweight="bold")
@@ -106,7 +107,7 @@ def smoothed(values: Sequence[float], share: float = 0.03) -> list[float]:
     return out
 
 
-@_styled
+@styled
 def curves(title: str, runs: Sequence, best: Mapping[float, Best]) -> Figure | None:
     """Training loss (smoothed) and validation points of one group's runs against tokens; the best rate of each γ is drawn strong.
 
@@ -114,7 +115,7 @@ def curves(title: str, runs: Sequence, best: Mapping[float, Best]) -> Figure | N
     """
     colour = colours([run.gamma for run in runs])
     marker = markers([run.gamma for run in runs])
-    figure, axes = _panel(title, "tokens", "loss (nats per token)")
+    figure, axes = panel(title, "tokens", "loss (nats per token)")
     inside, seen = [], set()
     for run in runs:
         train = [(row["tokens"], row["loss"]) for row in run.metrics["train"] if _finite(row.get("loss"))]
@@ -126,7 +127,7 @@ def curves(title: str, runs: Sequence, best: Mapping[float, Best]) -> Figure | N
         if train:
             tokens, losses = zip(*train, strict=True)
             losses = smoothed(losses)
-            keep = _keep(len(tokens))
+            keep = keep_points(len(tokens))
             axes.plot([tokens[i] for i in keep], [losses[i] for i in keep], lw=1.7 if strong else 0.9, **look)
             inside += [y for x, y in zip(tokens, losses, strict=True) if x >= 0.2 * tokens[-1]]
         if validation:
@@ -145,10 +146,10 @@ def curves(title: str, runs: Sequence, best: Mapping[float, Best]) -> Figure | N
     return figure
 
 
-@_styled
+@styled
 def by_gamma(title: str, table: Mapping[tuple[float, float], Losses], best: Mapping[float, Best], span: Span = None) -> Figure:
     """Final validation loss of one group against γ: {(γ, rate): losses}, a line per rate, and the best rate of each γ on top."""
-    figure, axes = _panel(title, "γ", "validation loss (nats per token)")
+    figure, axes = panel(title, "γ", "validation loss (nats per token)")
     rates = sorted({rate for _, rate in table})
     handles = []
     for i, rate in enumerate(rates):
@@ -156,14 +157,14 @@ def by_gamma(title: str, table: Mapping[tuple[float, float], Losses], best: Mapp
         grey = to_hex(colormaps["Greys"](0.45 + 0.4 * i / max(1, len(rates) - 1)))
         look = {"color": grey if len(rates) > 1 else ACCENT, "ls": ("-", "--", ":", "-.")[i % 4]}
         look |= {"marker": MARKERS[i % len(MARKERS)], "ms": 5, "lw": 1.2}
-        _estimates(axes, points, look)
+        estimates(axes, points, look)
         handles.append(Line2D([], [], **look, label=f"rate {rate:g}"))
     if len(rates) > 1:
         look = {"color": ACCENT, "lw": 2.2, "marker": "o", "ms": 9, "mfc": "none", "mew": 2}
         axes.plot(sorted(best), [best[g].estimate.mean for g in sorted(best)], **look)
         handles.append(Line2D([], [], **look, label="best rate of each γ"))
     gammas = sorted({g for g, _ in table})
-    _ticks(axes.xaxis, gammas)
+    ticks(axes.xaxis, gammas)
     axes.margins(x=0.12, y=0.15)
     axes.set_ylim(span)
     if len(handles) > 1:
@@ -171,18 +172,18 @@ def by_gamma(title: str, table: Mapping[tuple[float, float], Losses], best: Mapp
     return figure
 
 
-@_styled
+@styled
 def by_rate(title: str, table: Mapping[tuple[float, float], Losses], best: Mapping[float, Best], span: Span = None) -> Figure:
     """Final validation loss of one group against the peak learning rate, a line per γ, its best rate ringed: {(γ, rate): losses}."""
-    figure, axes = _panel(title, "peak learning rate", "validation loss (nats per token)")
+    figure, axes = panel(title, "peak learning rate", "validation loss (nats per token)")
     gammas = sorted({g for g, _ in table})
     colour, marker = colours(gammas), markers(gammas)
     for g in gammas:
         points = {rate: estimate(values.values()) for (of, rate), values in sorted(table.items()) if of == g}
-        _estimates(axes, points, {"color": colour[g], "marker": marker[g], "ms": 6, "lw": 1.7})
+        estimates(axes, points, {"color": colour[g], "marker": marker[g], "ms": 6, "lw": 1.7})
         axes.plot([best[g].rate], [best[g].estimate.mean], "o", ms=14, mfc="none", mec=colour[g], mew=1.6)
     axes.set_xscale("log")
-    _ticks(axes.xaxis, sorted({rate for _, rate in table}))
+    ticks(axes.xaxis, sorted({rate for _, rate in table}))
     axes.margins(x=0.12, y=0.15)
     axes.set_ylim(span)
     handles = [Line2D([], [], color=colour[g], marker=marker[g], ms=6, lw=1.7, label=f"γ = {g:g}") for g in gammas]
@@ -191,24 +192,33 @@ def by_rate(title: str, table: Mapping[tuple[float, float], Losses], best: Mappi
     return figure
 
 
-@_styled
+@styled
 def differences(title: str, found: Sequence[Difference]) -> Figure:
     """One row per difference: its mean as a dot (filled when its interval excludes zero), its interval as a bar, zero as a line."""
-    figure, axes = _panel(title, "nats per token", "", (PANEL[0], 1.25 + 0.34 * len(found)))
-    for row, item in enumerate(found):
-        e = item.estimate
-        colour = ACCENT if item.rate is None else "#334155"
+    figure, axes = panel(title, "nats per token", "", (PANEL[0], 1.25 + 0.34 * len(found)))
+    dots(axes, [(difference_name(item), item.estimate, ACCENT if item.rate is None else "#334155") for item in found])
+    return figure
+
+
+def dots(axes, found: Sequence[tuple[str, Estimate, str]]) -> None:
+    """One row per (name, estimate, colour): its mean as a dot (filled when its interval excludes zero), its interval as a bar, zero as a
+    line."""
+    for row, (_, e, colour) in enumerate(found):
         if e.low is not None:
             axes.plot([e.low, e.high], [row, row], color=colour, lw=2.4, solid_capstyle="butt")
         axes.plot([e.mean], [row], "o", ms=8, mec=colour, mfc=colour if e.sign else "white", mew=1.8, zorder=3)
     axes.axvline(0, color="#1b1f27", lw=1)
-    axes.set_yticks(range(len(found)), [difference_name(item) for item in found])
+    axes.set_yticks(range(len(found)), [name for name, _, _ in found])
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.12)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: "0" if abs(x) < 1e-12 else f"{x:+.3g}".replace("-", "−")))
+    axes.xaxis.set_major_formatter(FuncFormatter(signed))
     axes.locator_params(axis="x", nbins=4)
-    return figure
+
+
+def signed(x: float, _=None) -> str:
+    """A number with its sign and a true minus, as a label of an axis that has a zero."""
+    return "0" if abs(x) < 1e-12 else f"{x:+.3g}".replace("-", "−")
 
 
 def difference_name(item: Difference) -> str:
@@ -217,11 +227,11 @@ def difference_name(item: Difference) -> str:
     return f"{name}, {'best rates' if item.rate is None else f'rate {item.rate:g}'}"
 
 
-@_styled
+@styled
 def domains(title: str, table: Mapping[float, Mapping[str, Estimate]], xlabel: str) -> Figure:
     """One group's loss by domain, a mark per γ: {γ: {domain: estimate}}."""
     names = sorted({name for row in table.values() for name in row})
-    figure, axes = _panel(title, xlabel, "", (PANEL[0], 1.35 + 0.36 * len(names)))
+    figure, axes = panel(title, xlabel, "", (PANEL[0], 1.35 + 0.36 * len(names)))
     colour, marker = colours(list(table)), markers(list(table))
     for i, (g, row) in enumerate(sorted(table.items())):
         shift = 0.3 * ((i + 0.5) / len(table) - 0.5)
@@ -238,18 +248,18 @@ def domains(title: str, table: Mapping[float, Mapping[str, Estimate]], xlabel: s
     return figure
 
 
-@_styled
+@styled
 def loads(title: str, runs: Mapping[float, Sequence[tuple[Sequence[int], np.ndarray]]], lowest: float) -> Figure:
     """One group's load entropy against tokens, {γ: a (tokens, entropy [T, L]) per run}: strong the mean over layers, thin each layer.
 
     lowest: the lowest entropy that the axis must show, so that groups compare. Shapes: T logged steps, L mixture layers.
     """
-    figure, axes = _panel(title, "tokens", "load entropy (1 = even)")
+    figure, axes = panel(title, "tokens", "load entropy (1 = even)")
     colour, marker = colours(list(runs)), markers(list(runs))
     axes.axhline(1, color="#1b1f27", lw=1, ls="--")
     for g, curves_ in sorted(runs.items()):
         for tokens, entropy_TL in curves_:
-            keep = _keep(len(tokens))
+            keep = keep_points(len(tokens))
             x, y_TL = [tokens[i] for i in keep], entropy_TL[keep]
             axes.plot(x, y_TL, color=colour[g], lw=0.7, alpha=0.4)
             look = {"marker": marker[g], "markevery": (len(x) - 1, 1), "ms": 6, "mec": "white", "mew": 0.8, "clip_on": False}
@@ -263,7 +273,7 @@ def loads(title: str, runs: Mapping[float, Sequence[tuple[Sequence[int], np.ndar
     return figure
 
 
-def _keep(points: int) -> list[int]:
+def keep_points(points: int) -> list[int]:
     """Which points of a long line are drawn: about 200 of them, the last among them."""
     return [*range(0, points - 1, max(1, points // 200)), points - 1]
 
@@ -276,7 +286,8 @@ def compact(number: float) -> str:
     return f"{number:.3g}"
 
 
-def _estimates(axes, points: Mapping[float, Estimate], look: Mapping) -> None:
+def estimates(axes, points: Mapping[float, Estimate], look: Mapping) -> None:
+    """Means against x as a line, their intervals as bars."""
     xs = list(points)
     axes.plot(xs, [points[x].mean for x in xs], **look)
     for x, e in points.items():
@@ -284,7 +295,7 @@ def _estimates(axes, points: Mapping[float, Estimate], look: Mapping) -> None:
             axes.plot([x, x], [e.low, e.high], color=look["color"], lw=1.2, alpha=0.8)
 
 
-def _ticks(axis, at: Sequence[float]) -> None:
+def ticks(axis, at: Sequence[float]) -> None:
     """Ticks at the values that were run; when many, at most eight of them."""
     at = list(at)[:: math.ceil(len(at) / 8)]
     axis.set_major_locator(FixedLocator(at))

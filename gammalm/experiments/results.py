@@ -81,12 +81,27 @@ class Run:
     @cached_property
     def metrics(self) -> dict[str, list[dict]]:
         """{"train": rows, "validation": rows} by step. Steps that a resumed run took twice count once, as taken last."""
-        last = {(row.get("kind"), row["step"]): row for row in read_rows(self.folder / "metrics.jsonl")[0] if "step" in row}
-        return {kind: [last[key] for key in sorted(k for k in last if k[0] == kind)] for kind in ("train", "validation")}
+        return {"train": [], "validation": []} | {
+            kind: rows for kind, rows in _by_kind(self.folder / "metrics.jsonl").items() if kind in ("train", "validation")
+        }
+
+    @cached_property
+    def monitors(self) -> dict[str, list[dict]]:
+        """What was measured while it trained, {kind: rows by step}; nothing where config.monitor.kinds is empty."""
+        return _by_kind(self.folder / "monitors.jsonl")
 
     def file(self, name: str) -> Any:
         """The parsed JSON file `name` of the cell's folder; None when missing or damaged."""
         return _json(self.folder / name)
+
+
+def _by_kind(path: Path) -> dict[str, list[dict]]:
+    """The rows of a JSON-lines file by kind, in the order of their steps; of those of one kind and step the last."""
+    last = {(row["kind"], row["step"]): row for row in read_rows(path)[0] if "kind" in row and "step" in row}
+    found: dict[str, list[dict]] = {}
+    for (kind, _), row in sorted(last.items(), key=lambda one: one[0]):
+        found.setdefault(kind, []).append(row)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,14 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
 from gammalm.errors import ConfigError, GammalmError
 from gammalm.experiments.grid import Cell, Grid
+from gammalm.experiments.monitors import Monitor
 from gammalm.experiments.results import append_result, read_results
 from gammalm.files import write_json_atomic
 from gammalm.models.decoder import Model
@@ -32,10 +34,18 @@ def default_mode() -> str:
 
 
 def run_grid(
-    grid: Grid, workdir: Path, *, mode: str | None = None, retry_failed: bool = False, devices=None, notice: Notice | None = None
+    grid: Grid,
+    workdir: Path,
+    *,
+    mode: str | None = None,
+    retry_failed: bool = False,
+    devices=None,
+    notice: Notice | None = None,
+    only: Callable[[Cell], bool] | None = None,
 ) -> list[dict]:
     """Trains what is not done yet and returns the rows of results.jsonl, one per cell, in the grid's order.
 
+    `only`: which cells to train and return, by default all; the others are left as they are, and grid.json is always of the whole grid.
     `mode`: see `gammalm.training.program.MODES`; `devices`: those to use, by default all. `retry_failed`: train failed cells again,
     from their beginning; `notice`: when to stop, see `train`. Every process calls it alike; process 0 writes.
 
@@ -48,11 +58,12 @@ def run_grid(
     processes.on_first("grid", lambda: _record(grid, workdir))
     rows, notices = read_results(workdir)
     processes.exchange("results read")
-    for notice in notices:
-        _say(notice)
-    todo = [cell for cell in grid.cells if not _settled(rows.get(cell.name, {}), retry_failed)]
-    if len(todo) < len(grid.cells):
-        _say(f"{len(grid.cells) - len(todo)} of {len(grid.cells)} cells are done already")
+    for fault in notices:
+        _say(fault)
+    cells = [cell for cell in grid.cells if only is None or only(cell)]
+    todo = [cell for cell in cells if not _settled(rows.get(cell.name, {}), retry_failed)]
+    if len(todo) < len(cells):
+        _say(f"{len(cells) - len(todo)} of {len(cells)} cells are done already")
 
     for cell in todo:
         if processes.leads() and rows.get(cell.name, {}).get("halted"):  # its last checkpoint is of the halted state
@@ -66,8 +77,8 @@ def run_grid(
         if line not in kernels:
             _say(line)
         kernels.add(line)
-        number = f"{len(grid.cells) - len(todo) + finished + 1}"
-        title = f"cell {number} of {len(grid.cells)}: {group[0].name}" + (f" and {len(group) - 1} more" if len(group) > 1 else "")
+        number = f"{len(cells) - len(todo) + finished + 1}"
+        title = f"cell {number} of {len(cells)}: {group[0].name}" + (f" and {len(group) - 1} more" if len(group) > 1 else "")
         for cell, outcome in zip(group, _train(group, workdir, programs, how, title, notice), strict=True):
             rows[cell.name] = _row(cell, outcome)
             if processes.leads():
@@ -76,8 +87,8 @@ def run_grid(
                 _say(f"cell {cell.name} failed: {outcome.error}")
         finished += len(group)
         left = (time.monotonic() - began) / finished * (len(todo) - finished)
-        _say(f"{len(grid.cells) - len(todo) + finished} of {len(grid.cells)} cells done, about {left / 60:.1f} minutes left")
-    return [rows[cell.name] for cell in grid.cells]
+        _say(f"{len(cells) - len(todo) + finished} of {len(cells)} cells done, about {left / 60:.1f} minutes left")
+    return [rows[cell.name] for cell in cells]
 
 
 def _settled(row: dict, retry_failed: bool) -> bool:
@@ -119,7 +130,7 @@ def _train(group: list[Cell], workdir: Path, programs: Programs, mode: str, titl
     runs = [Run(cell.config(), workdir / "cells" / cell.name, cell.name) for cell in group]
     try:
         cell_devices = _cell_devices(runs, mode, len(programs.devices or jax.devices()))
-        return train(runs, programs, mode=mode, cell_devices=cell_devices, title=title, notice=notice)
+        return train(runs, programs, mode=mode, cell_devices=cell_devices, title=title, notice=notice, monitor=Monitor)
     except (ConfigError, Preempted):
         raise
     except (GammalmError, jax.errors.JaxRuntimeError) as error:

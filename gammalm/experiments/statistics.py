@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 from scipy.stats import t as student_t
 
 from gammalm.experiments.results import Study
@@ -100,6 +101,59 @@ def best_rates(table: Table, planned: Mapping[tuple[str, float], Iterable[float]
     for (group, gamma, rate), values in table.items():
         by_key.setdefault((group, gamma), {})[rate] = values
     return {key: best_rate(rates, planned.get(key, ())) for key, rates in by_key.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Minimum:
+    """Where a loss is lowest along an axis, with the bounds of an interval; bounds are None with one seed.
+
+    edge: "lowest" or "highest" when the lowest mean is at that end of what was scanned: the minimum may lie beyond it. beyond: the share
+    of resamples whose lowest mean is at an end; an interval that reaches an end is open there.
+    """
+
+    at: float
+    n: int
+    low: float | None
+    high: float | None
+    edge: str
+    beyond: float
+
+
+def minimum(by_x: Mapping[float, Losses], resamples: int = 2000, seed: int = 0) -> Minimum | None:
+    """The x at the vertex of the parabola through the lowest mean loss and its two neighbours; at an end of the scan, that end.
+
+    The interval is the middle 95 % of the same for resampled seeds, one draw for all x; deviations from the mean are widened by
+    sqrt(n/(n-1)), without which the spread of n seeds comes out too small. Taken over the seeds that all x have. None with fewer than
+    three x or without such seeds. Shapes: S seeds, X places, R resamples.
+    """
+    x_X = np.array(sorted(by_x), np.float64)
+    seeds = sorted(set.intersection(*(set(values) for values in by_x.values()))) if by_x else []
+    if len(x_X) < 3 or not seeds:
+        return None
+    losses_SX = np.array([[by_x[x][s] for x in x_X] for s in seeds])
+    mean_X, n = losses_SX.mean(0), len(seeds)
+    at, i = _vertex(x_X, mean_X)
+    edge = {0: "lowest", len(x_X) - 1: "highest"}.get(i, "")
+    if n == 1:
+        return Minimum(at, 1, None, None, edge, float(edge != ""))
+    picked_RS = np.random.default_rng(seed).integers(0, n, (resamples, n))
+    means_RX = mean_X + math.sqrt(n / (n - 1)) * (losses_SX[picked_RS].mean(1) - mean_X)
+    found = [_vertex(x_X, means) for means in means_RX]
+    low, high = np.quantile([x for x, _ in found], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    beyond = sum(j in (0, len(x_X) - 1) for _, j in found) / resamples
+    return Minimum(at, n, float(low), float(high), edge, beyond)
+
+
+def _vertex(x_X, y_X) -> tuple[float, int]:
+    """Where the parabola through the lowest y and its neighbours is lowest, and the place of that y; at an end, its own x."""
+    i = int(np.argmin(y_X))
+    if i in (0, len(x_X) - 1):
+        return float(x_X[i]), i
+    left, right = x_X[i] - x_X[i - 1], x_X[i + 1] - x_X[i]
+    up_left, up_right = y_X[i - 1] - y_X[i], y_X[i + 1] - y_X[i]
+    bend = left * up_right + right * up_left
+    shift = (right**2 * up_left - left**2 * up_right) / (2 * bend) if bend > 0 else 0.0
+    return float(x_X[i] + shift), i
 
 
 def gamma_pair(gammas: Iterable[float]) -> tuple[float, float] | None:

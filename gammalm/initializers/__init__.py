@@ -5,7 +5,7 @@ the named conventions, `table` the resolved table, `params` the drawing of a who
 """
 
 from gammalm.initializers.params import init_params, path_hash
-from gammalm.initializers.presets import PRESETS
+from gammalm.initializers.presets import PRESETS, STEP_PRESETS, rate_factors
 from gammalm.initializers.specs import ROLES, ParamSpec
 from gammalm.initializers.table import format_table, init_table
 from gammalm.initializers.zoo import (
@@ -36,6 +36,7 @@ from gammalm.initializers.zoo import (
 __all__ = [
     "PRESETS",
     "ROLES",
+    "STEP_PRESETS",
     "ZOO",
     "Initializer",
     "ParamSpec",
@@ -58,6 +59,7 @@ __all__ = [
     "ones",
     "orthogonal",
     "path_hash",
+    "rate_factors",
     "torch_linear",
     "truncated_std",
     "xavier_normal",

@@ -1,16 +1,16 @@
 """Named conventions: which initializer a parameter gets when no rule of the config names it. The name is part of a run's identity.
 
-A preset is a function (path, spec) -> Initializer made from the config. Norm gains are 1 under every preset. Sources: science 1 and 5;
-the choices that the papers leave open are marked [R] here and in docs/initializers.md.
+A preset is a function (path, spec) -> Initializer made from the config. Norm gains are 1 and the logits of softmax sinks 0 under every
+preset. Sources: science 1 and 5; the choices that the papers leave open are marked [R] here and in docs/initializers.md.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from gammalm.errors import ConfigError
 from gammalm.initializers.rules import build, nearest
 from gammalm.initializers.specs import ParamSpec
-from gammalm.initializers.zoo import Initializer, gamma_normal, number, ones
+from gammalm.initializers.zoo import Draw, Initializer, gamma_normal, number, ones, zeros
 
 Choose = Callable[[str, ParamSpec], Initializer]
 
@@ -61,6 +61,32 @@ def _branch_balanced(init_config, specs: Mapping[str, ParamSpec], d_model: int) 
     return choose
 
 
+FINAL_GAIN = "final_norm/gain"
+
+
+def _mup(init_config, specs: Mapping[str, ParamSpec], d_model: int) -> Choose:
+    """Maximal update parametrization: `fan_in` at width init.base_width, and from there on what keeps the updates of activations as large.
+
+    With m = d_model / base_width: σ of the embedding and of an untied head stays that of the base width, σ of matrices falls as 1/√m,
+    of a router, whose outputs do not grow, as 1/m. Logits get 1/m as the final norm's gain, so no model needs a factor of its own [R].
+    Source: Yang et al. 2022 (arXiv:2203.03466), table 8. Heads keep their size and grow in number [R]: the scale of the scores stays.
+    """
+    m = d_model / init_config.base_width
+    at_base = gamma_normal(init_config.gamma, truncate=init_config.truncate)
+    power = {"embed": 0.0, "head": 0.0, "router": 1.0}
+    text = f"mup(gamma={init_config.gamma!r}, base_width={init_config.base_width})"
+
+    def choose(path: str, spec: ParamSpec) -> Initializer:
+        if path == FINAL_GAIN:
+            return dataclasses.replace(ones(), text=text, draw=Draw("constant", value=1 / m))
+        factor = m ** -power.get(spec.role, 0.5)
+        return dataclasses.replace(
+            at_base, text=text, gamma=None, std=lambda fan_in, fan_out: at_base.std(fan_in and fan_in / m, fan_out) * factor
+        )
+
+    return choose
+
+
 def _balance_gamma(k: int) -> float:
     return k / (2 * (k - 1))
 
@@ -77,13 +103,33 @@ def _scheme(name: str) -> Callable[..., Choose]:
     return preset
 
 
-PRESETS = {"fan_in": _fan_in, "d_model": _d_model, "groups": _groups, "branch_balanced": _branch_balanced}
+PRESETS = {"fan_in": _fan_in, "d_model": _d_model, "groups": _groups, "branch_balanced": _branch_balanced, "mup": _mup}
 PRESETS |= {name: _scheme(name) for name in SCHEMES}
 
 
+# Presets that also set learning rates, so that a training step differs: the leaves by which it does.
+STEP_PRESETS = {"mup": ("init.preset", "init.base_width")}
+
+
+def rate_factors(init_config, specs: Mapping[str, ParamSpec], d_model: int, orthogonal: Collection[str] = ()) -> dict[str, float]:
+    """What multiplies the learning rate of each parameter by path: 1 under every preset but those of STEP_PRESETS.
+
+    μP with Adam, m = d_model / init.base_width: 1/m for matrices that read the width, and for the final norm's gain, which holds its
+    factor 1/m of the logits; 1 for embedding, head and the other gains (Yang et al. 2022, arXiv:2203.03466, table 8). `orthogonal` are the
+    matrices whose update has singular values of ∝ √width (Muon at a fixed size of an entry), not ∝ width as Adam's: 1/√m [R].
+    """
+    if init_config.preset not in STEP_PRESETS:
+        return dict.fromkeys(specs, 1.0)
+    m = d_model / init_config.base_width
+    slow = {p: p == FINAL_GAIN or spec.role not in ("norm", "sink", "embed", "head") for p, spec in specs.items()}
+    return {path: (m**-0.5 if path in orthogonal else 1 / m) if slow[path] else 1.0 for path in specs}
+
+
 def preset_rules(init_config, specs: Mapping[str, ParamSpec], d_model: int) -> Choose:
-    """(path, spec) -> Initializer of `init_config.preset`; norm gains get ones. ConfigError names the nearest preset."""
+    """(path, spec) -> Initializer of `init_config.preset`; norm gains get ones, sinks' logits zeros. ConfigError: nearest preset."""
     if init_config.preset not in PRESETS:
         raise ConfigError(f"init.preset: unknown preset {init_config.preset!r}.{nearest(str(init_config.preset), PRESETS)}")
     choose = PRESETS[init_config.preset](init_config, specs, d_model)
-    return lambda path, spec: ones() if spec.role == "norm" else choose(path, spec)
+    constant = {"norm": ones(), "sink": zeros()}
+    own = {FINAL_GAIN} if init_config.preset == "mup" else set()
+    return lambda path, spec: choose(path, spec) if path in own or spec.role not in constant else constant[spec.role]

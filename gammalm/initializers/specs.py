@@ -10,7 +10,7 @@ import math
 
 from gammalm.errors import ConfigError
 
-ROLES = ("embed", "head", "qk", "vo", "ffn", "gate", "router", "norm")
+ROLES = ("embed", "head", "qk", "vo", "ffn", "gate", "router", "norm", "sink")
 NEVER_FANS = ("layers", "experts")  # copies of a matrix, not connections into a unit
 
 
@@ -19,8 +19,8 @@ class ParamSpec:
     """Shape, logical axes and fan axes of one parameter.
 
     `fan_in` and `fan_out` name the axes whose sizes multiply to the fans: q (L,D,H,K) has fan_in=('embed',), fan_out=('heads','head_dim');
-    out (L,H,K,D) has fan_in=('heads','head_dim'). Both are empty for a norm gain. `residual_out` marks a matrix that writes into the
-    residual stream (attn/out, ffn/down): what depth scaling divides by √(2L). `first_layer` is the number that the stack's first layer has
+    out (L,H,K,D) has fan_in=('heads','head_dim'). Both are empty for a norm gain and a sink's logit. `residual_out` marks a matrix that
+    writes into the residual stream (attn/out, ffn/down): what depth scaling divides by √(2L). `first_layer` is the number that the stack's first layer has
     in the model, where other stacks come before it.
     Raises ConfigError when the axes do not describe the shape. Source: science 1, [R] for the declared axes.
     """
@@ -64,6 +64,6 @@ class ParamSpec:
         return self.axes[1:] if self.layers else self.axes
 
     def fans(self) -> tuple[int | None, int | None]:
-        """(fan_in, fan_out) as numbers; None where no axis is declared (norm gains)."""
+        """(fan_in, fan_out) as numbers; None where no axis is declared (norm gains, logits of sinks)."""
         sizes = dict(zip(self.axes, self.shape, strict=True))
         return tuple(math.prod(sizes[axis] for axis in names) if names else None for names in (self.fan_in, self.fan_out))

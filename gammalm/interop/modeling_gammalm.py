@@ -3,7 +3,8 @@
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
 A decoder with pre-norm RMSNorm blocks, RoPE, no biases; attention with all heads, grouped heads or latents (DeepSeek-V2,
-arXiv:2405.04434), with or without an output gate (arXiv:2505.06708); SwiGLU or a mixture of experts (DeepSeek-V3, arXiv:2412.19437).
+arXiv:2405.04434), with or without an output gate (arXiv:2505.06708) and a softmax sink; SwiGLU or a mixture of experts (DeepSeek-V3,
+arXiv:2412.19437).
 Tensors have gammalm's own names and layouts (inputs first), so weights move between the two bit by bit.
 
 Shapes: B batch, T query tokens, S key tokens, D d_model, H heads, G key/value heads, K head size, N and P the parts of a latent
@@ -57,6 +58,7 @@ class GammalmConfig(PreTrainedConfig):
     moe: dict | None = None  # n_experts, top_k, n_shared, d_expert, first_k_dense, score (sigmoid | softmax), route_scale, …
     norm_eps: float = 1e-12
     gate: str = "none"  # none | headwise | elementwise
+    softmax_sink: str = "none"  # none | one | learned
     tie_embeddings: bool = True
     rope_theta: float = 10000.0
     logit_softcap: float = 0.0  # 0: none
@@ -100,7 +102,7 @@ def rotate(x_BTHK, angles):
 
 
 class Attention(nn.Module):
-    """What the two kinds share: the cache, the product of softmax and values, the gate, the output projection."""
+    """What the two kinds share: the cache, the product of softmax and values, the sink, the gate, the output projection."""
 
     def __init__(self, c: GammalmConfig, index: int, value_size: int):
         super().__init__()
@@ -111,6 +113,9 @@ class Attention(nn.Module):
             self.gate = weight(c.d_model, c.n_heads, value_size)
         elif c.gate == "headwise":
             self.gate = weight(c.d_model, c.n_heads)
+        self.sinks = c.softmax_sink
+        if c.softmax_sink == "learned":
+            self.sink = weight(c.n_heads)
         self.out = weight(c.n_heads, value_size, c.d_model)
 
     def forward(self, x_BTD, angles, mask, cache):
@@ -118,6 +123,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.index)
         k, v = (a.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else a for a in (k, v))
+        if self.sinks != "none":
+            k, v, mask = self.with_sink(k, v, mask, q.shape[2])
         causal = mask is None and q.shape[2] > 1
         y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal).transpose(1, 2)
         if self.gated == "elementwise":
@@ -125,6 +132,17 @@ class Attention(nn.Module):
         elif self.gated == "headwise":
             y = y * (x_BTD @ self.gate).sigmoid()[..., None]
         return torch.einsum("bthk,hkd->btd", y, self.out)
+
+    def with_sink(self, k, v, mask, T: int):
+        """Keys, values and a mask to add [B, H, T, 1+S], with one more key in front: every query gives it the sink's score; value zero."""
+        B, H, S = k.shape[:3]
+        if mask is None:
+            mask = torch.ones(T, S, dtype=torch.bool, device=k.device).tril(S - T)
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=k.dtype).masked_fill(~mask, float("-inf"))
+        score_H = self.sink.to(mask.dtype) if self.sinks == "learned" else mask.new_zeros(H)
+        mask = torch.cat([score_H[:, None, None].expand(B, H, T, 1), mask.expand(B, H, T, S)], dim=-1)
+        return functional.pad(k, (0, 0, 1, 0)), functional.pad(v, (0, 0, 1, 0)), mask
 
 
 class GroupedAttention(Attention):
@@ -291,7 +309,8 @@ class GammalmForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module):
         """Of a model without a checkpoint; loaded tensors are marked, and `init` leaves them alone."""
         for name, parameter in module.named_parameters(recurse=False):
-            init.ones_(parameter) if name == "gain" else init.normal_(parameter, std=self.config.initializer_range)
+            std = 0.0 if name == "sink" else self.config.initializer_range
+            init.ones_(parameter) if name == "gain" else init.normal_(parameter, std=std)
         for _, buffer in module.named_buffers(recurse=False):
             init.zeros_(buffer)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gammalm.config import LATER
 from gammalm.config_checks import KINDS as CHECKS
 from gammalm.errors import DataError
 from gammalm.files import write_text_atomic
@@ -19,7 +20,7 @@ MODELLING = "modeling_gammalm.py"
 STACKS = ("dense_layers/", "layers/")  # of the paths that are stacked on axis 0
 LEAVES = (  # of config.model, of every model; `dtype` has another name there, where it is the dtype of the stored tensors
     "vocab_size", "d_model", "n_layers", "n_heads", "attention", "ffn", "d_ff", "norm_eps", "gate", "tie_embeddings", "rope_theta",
-    "logit_softcap", "residual_dtype", "remat", "scan_unroll", "loss_chunk", "attention_kernel",
+    "logit_softcap", "residual_dtype", "remat", "scan_unroll", "loss_chunk", "attention_kernel", "softmax_sink",
 )  # fmt: skip
 KINDS = {"mha": ("n_kv_heads", "head_dim", "qk_norm"), "mla": ("mla",), "dense": (), "moe": ("moe",)}  # leaves of one kind alone
 GROUPS = {  # of leaves -> their names
@@ -69,6 +70,8 @@ def model_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises DataError where leaves are missing or not known, or the model is another one. Values of leaves are checked by no one here.
     """
+    later = {name.removeprefix("model."): value for name, value in LATER.items() if name.startswith("model.")}  # an older export lacks them
+    hf = later | dict(hf)
     if hf.get("model_type") != MODEL_TYPE:
         raise DataError(f"config.json: model_type is {hf.get('model_type')!r}; {MODEL_TYPE!r} is read here.")
     attention, ffn = hf.get("attention"), hf.get("ffn")

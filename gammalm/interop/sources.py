@@ -130,6 +130,7 @@ def read_config(hf: dict, where: str) -> Source:
         "tie_embeddings": r.given("tie_word_embeddings", bool, False),
         "rope_theta": _rope_theta(r, kind),
         "gate": "elementwise" if kind == "qwen3_next" else "none",
+        "softmax_sink": "none",
         "logit_softcap": 0.0,
         "attention": "mla" if kind == "deepseek_v3" else "mha",
         "ffn": "dense",

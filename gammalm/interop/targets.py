@@ -33,6 +33,8 @@ def _kind(m, *, attention: str, ffn: tuple[str, ...], gate: str, qk_norm: bool |
         reasons.append(f"model.ffn={m.ffn}; it has {ffn[0]} alone")
     if m.gate != gate:
         reasons.append(f"model.gate={m.gate}; its attention has {'no gate' if gate == 'none' else f'the {gate} gate, always'}")
+    if m.softmax_sink != "none":
+        reasons.append(f"model.softmax_sink={m.softmax_sink}; the softmax of its attention has no sink")
     if m.attention == "mha" and qk_norm is not None and m.qk_norm != qk_norm:
         reasons.append(f"model.qk_norm={m.qk_norm}; it {'always' if qk_norm else 'never'} normalises queries and keys")
     if m.logit_softcap:

@@ -1,4 +1,4 @@
-"""Causal self-attention: the module of ordinary and grouped-query attention, and the output gates that every kind of attention shares.
+"""Causal self-attention: the module of ordinary and grouped-query attention; the output gates and the softmax sinks of every kind of it.
 
 The kernel is chosen in kernels.py. Shape legend: parts.py.
 """
@@ -6,6 +6,7 @@ The kernel is chosen in kernels.py. Shape legend: parts.py.
 import functools
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from gammalm.models.kernels import attend
@@ -34,8 +35,26 @@ def gated(module, y_BTHK, x_BTD):
     return y_BTHK * (gate[..., None] if module.gate_kind == "headwise" else gate)
 
 
+def declare_sink(module, kind: str, heads: int) -> None:
+    """Gives `module` its softmax sink, `config.model.softmax_sink`: exp(s) more in the softmax's denominator, with no value to it.
+
+    "one": s = 0 (Miller 2023, "Attention is off by one"); "learned": one s per head, from 0 on (Agarwal et al. 2025, arXiv:2508.10925;
+    with Gu et al. 2025, arXiv:2410.10781, a key bias without a value bias); "none".
+    """
+    module.sink_kind = kind
+    if kind == "learned":
+        module.sink = declare((heads,), ("heads",), role="sink")
+
+
+def sink_logits(module, groups: int, repeats: int):
+    """fp32 s of each head [G, R], None without a softmax sink."""
+    if module.sink_kind == "none":
+        return None
+    return module.sink[...].reshape(groups, repeats) if module.sink_kind == "learned" else jnp.zeros((groups, repeats), jnp.float32)
+
+
 class Attention(nnx.Module):
-    """Multi-head or grouped-query attention with rotary positions, optional QK-norm, and an output gate."""
+    """Multi-head or grouped-query attention with rotary positions, optional QK-norm, an output gate and a softmax sink."""
 
     def __init__(self, c):
         embed, heads, groups, size = c.d_model, c.n_heads, c.n_kv_heads, c.head_dim
@@ -44,6 +63,7 @@ class Attention(nnx.Module):
         self.k = project((embed, groups, size), ("embed", "kv_heads", "head_dim"), fan_out=("kv_heads", "head_dim"), role="qk")
         self.v = project((embed, groups, size), ("embed", "kv_heads", "head_dim"), fan_out=("kv_heads", "head_dim"), role="vo")
         declare_gate(self, c.gate, embed, heads, size)
+        declare_sink(self, c.softmax_sink, heads)
         self.out = declare(
             (heads, size, embed), ("heads", "head_dim", "embed"),
             fan_in=("heads", "head_dim"), fan_out=("embed",), role="vo", residual_out=True,
@@ -71,6 +91,7 @@ class Attention(nnx.Module):
         v_BTGK = product(x_BTD, self.v[...])
         B, T, H, K = q_BTHK.shape
         G = k_BTGK.shape[2]
-        y = attend(q_BTHK.reshape(B, T, G, H // G, K), k_BTGK, v_BTGK, segments_BT, self.kernel)
+        sink_GR = sink_logits(self, G, H // G)
+        y = attend(q_BTHK.reshape(B, T, G, H // G, K), k_BTGK, v_BTGK, segments_BT, self.kernel, sink_GR)
         y_BTHK = gated(self, y.reshape(B, T, H, K), x_BTD)
         return product(y_BTHK.reshape(B, T, H * K), self.out[...].reshape(H * K, -1))

@@ -39,14 +39,16 @@ def _scores(q_BGRtK, k_BGsK, start: int, segments):
 
 
 @jax.custom_vjp
-def causal_attention(q_BTGRK, k_BSGK, v_BSGW, segments_BT=None, key_segments_BS=None, first=None):
+def causal_attention(q_BTGRK, k_BSGK, v_BSGW, segments_BT=None, key_segments_BS=None, first=None, sink_GR=None):
     """Softmax attention. Returns the output [B, T, G, R, W] and the fp32 log-sum-exp [B, G, R, T] of the scaled scores.
 
     `segments_BT`, where given, confines attention to tokens of one segment. The gradient of the log-sum-exp is not propagated: it is
     there for measurements. Where the queries are only a part of the sequence, `first` (traced int32) is the position of the first of
     them among the S keys, and `key_segments_BS` go with `segments_BT`; each block of queries is then held against all keys.
+    `sink_GR`, where given, is for each head the fp32 score of one more key that every query sees and whose value is zero: it counts in
+    the softmax's denominator and in the log-sum-exp.
     """
-    return _attend_forward(q_BTGRK, k_BSGK, v_BSGW, segments_BT, key_segments_BS, first)[0]
+    return _attend_forward(q_BTGRK, k_BSGK, v_BSGW, segments_BT, key_segments_BS, first, sink_GR)[0]
 
 
 def _heads_first(q, k, v):
@@ -54,25 +56,30 @@ def _heads_first(q, k, v):
     return jnp.moveaxis(q, 1, 3), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
 
 
-def _attend_forward(q_BTGRK, k_BSGK, v_BSGW, segments_BT, key_segments_BS, first):
+def _attend_forward(q_BTGRK, k_BSGK, v_BSGW, segments_BT, key_segments_BS, first, sink_GR):
     q, k, v = _heads_first(q_BTGRK, k_BSGK, v_BSGW)
     segments = segments_BT, segments_BT if first is None else key_segments_BS, first
+    sink = None if sink_GR is None else sink_GR[None, :, :, None, None]
     outputs, lses = [], []
     for start, end in block_bounds(q.shape[3]):
         seen = end if first is None else k.shape[2]
         scores = _scores(q[:, :, :, start:end], k[:, :, :seen], start, segments)
         top = jnp.max(scores, axis=-1, keepdims=True)
+        if sink is not None:
+            top = jnp.maximum(top, sink)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
+        if sink is not None:
+            total += jnp.exp(sink - top)
         out = jnp.einsum("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v[:, :, :seen], preferred_element_type=jnp.float32) / total
         outputs.append(out.astype(v.dtype))
         lses.append((top + jnp.log(total))[..., 0])
     out, lse = jnp.concatenate(outputs, axis=3), jnp.concatenate(lses, axis=-1)
-    return (jnp.moveaxis(out, 3, 1), lse), (q, k, v, segments, out, lse)
+    return (jnp.moveaxis(out, 3, 1), lse), (q, k, v, segments, sink_GR, out, lse)
 
 
 def _attend_backward(saved, gradients):
-    q, k, v, segments, out, lse = saved
+    q, k, v, segments, sink_GR, out, lse = saved
     d_out = jnp.moveaxis(gradients[0], 1, 3)
     scale = q.shape[-1] ** -0.5
     # Σ_s p·dp of each query equals out·d_out: the softmax's own correction term, in fp32.
@@ -90,7 +97,9 @@ def _attend_backward(saved, gradients):
         d_k = d_k.at[:, :, :seen].add(jnp.einsum("bgrts,bgrtk->bgsk", d_scores, q_b, preferred_element_type=jnp.float32))
         d_v = d_v.at[:, :, :seen].add(jnp.einsum("bgrts,bgrtk->bgsk", weights.astype(v.dtype), do_b, preferred_element_type=jnp.float32))
     d_q = jnp.moveaxis(jnp.concatenate(d_qs, axis=3), 3, 1)
-    return d_q, jnp.moveaxis(d_k, 2, 1).astype(k.dtype), jnp.moveaxis(d_v, 2, 1).astype(v.dtype), None, None, None
+    # Like any other score's, with a value of zero: -weight · correction.
+    d_sink = None if sink_GR is None else -jnp.sum(jnp.exp(sink_GR[None, :, :, None] - lse) * correction, axis=(0, 3))
+    return d_q, jnp.moveaxis(d_k, 2, 1).astype(k.dtype), jnp.moveaxis(d_v, 2, 1).astype(v.dtype), None, None, None, d_sink
 
 
 causal_attention.defvjp(_attend_forward, _attend_backward)

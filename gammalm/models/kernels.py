@@ -36,7 +36,9 @@ def _gpu_generation() -> float:
     return float(found) if found.replace(".", "").isdigit() else 0.0
 
 
-def _refusal(name: str, platform: str, dtype, sizes: tuple[int, int], length: int, context: int, generation: float | None) -> str:
+def _refusal(
+    name: str, platform: str, dtype, sizes: tuple[int, int], length: int, context: int, generation: float | None, sink: bool
+) -> str:
     """Why the kernel `name` does not take this attention; empty where it does. Arguments as in `choose_attention`."""
     if name == "cudnn":
         if platform != "gpu":
@@ -45,6 +47,8 @@ def _refusal(name: str, platform: str, dtype, sizes: tuple[int, int], length: in
         largest = 256 if generation >= 9 else 128
         if generation < 8:
             return "needs an NVIDIA GPU of compute capability 8.0 or later"
+        if sink:
+            return "gives no gradient through the softmax's denominator, which model.softmax_sink adds to"
         if jnp.dtype(dtype) != jnp.bfloat16:
             return f"takes bfloat16 alone, and model.dtype is {jnp.dtype(dtype).name}"
         if max(sizes) > largest:
@@ -60,19 +64,26 @@ def _refusal(name: str, platform: str, dtype, sizes: tuple[int, int], length: in
 
 
 def choose_attention(
-    name: str, platform: str, dtype, sizes: tuple[int, int], length: int, context: int = 1, generation: float | None = None
+    name: str, platform: str, dtype, sizes: tuple[int, int], length: int, context: int = 1, generation: float | None = None,
+    sink: bool = False,
 ) -> str:
     """The kernel for a `model.attention_kernel` on a platform of JAX ("cpu", "gpu", "tpu"): blockwise | cudnn | splash.
 
     `sizes` of query-key and value heads, `length` of a sequence, `context` devices that share one, `generation` the compute capability
-    of absent GPUs (None: of those here). "auto" is the platform's own kernel where that takes this attention, else `blockwise`. Raises
-    ConfigError where a kernel is asked for by name that does not.
+    of absent GPUs (None: of those here), `sink` whether the softmax has an extra term (`model.softmax_sink`). "auto" is the platform's own
+    kernel where that takes this attention, else `blockwise`. Raises ConfigError where a kernel is asked for by name that does not.
     """
     wanted = PREFERRED.get(platform, "blockwise") if name == "auto" else name
-    why = _refusal(wanted, platform, dtype, sizes, length, context, generation)
+    why = _refusal(wanted, platform, dtype, sizes, length, context, generation, sink)
     if why and name != "auto":
         raise ConfigError(f"model.attention_kernel={name} {why}. Set model.attention_kernel=auto.")
     return "blockwise" if why else wanted
+
+
+def kernel_of(config, platform: str, generation: float | None = None) -> str:
+    """The attention kernel that `config` gets. `platform`, `generation` and errors as of `choose_attention`."""
+    c, T, context, sink = config.model, config.data.seq_len, config.mesh.context, config.model.softmax_sink != "none"
+    return choose_attention(c.attention_kernel, platform, c.dtype, head_sizes(c), T, context, generation, sink)
 
 
 def dense_mask_bytes(kernel: str, rows: int, length: int, context: int, packed: bool) -> int:
@@ -88,7 +99,7 @@ def dense_mask_bytes(kernel: str, rows: int, length: int, context: int, packed: 
 def describe(config, platform: str, generation: float | None = None) -> str:
     """One line that says which kernels a run of `config` uses. `platform` and `generation` as in `choose_attention`."""
     c, T, context = config.model, config.data.seq_len, config.mesh.context
-    kernel = choose_attention(c.attention_kernel, platform, c.dtype, head_sizes(c), T, context, generation)
+    kernel = kernel_of(config, platform, generation)
     said = f"kernels on {platform}: attention {kernel}"
     if platform == "cpu" and kernel == "splash":
         said += " (interpreted: slow)"
@@ -98,12 +109,13 @@ def describe(config, platform: str, generation: float | None = None) -> str:
     return said + (f", experts {choose_backend(c.moe.backend, platform)}" if c.ffn == "moe" else "")
 
 
-def _blockwise(q_BTGRK, k_BSGK, v_BSGW, segments, first):
-    return causal_attention(q_BTGRK, k_BSGK, v_BSGW, *segments, first)[0]
+def _blockwise(q_BTGRK, k_BSGK, v_BSGW, segments, first, sink_GR):
+    return causal_attention(q_BTGRK, k_BSGK, v_BSGW, *segments, first, sink_GR)[0]
 
 
-def _cudnn(q_BTGRK, k_BSGK, v_BSGW, segments, first):
-    """The public API knows one head size and no documents: the smaller of keys and values is padded, documents become a dense mask."""
+def _cudnn(q_BTGRK, k_BSGK, v_BSGW, segments, first, _):
+    """The public API knows one head size, no documents and no sink: the smaller of keys and values is padded, documents become a dense
+    mask, a sink was refused (`_refusal`)."""
     B, T, G, R, K = q_BTGRK.shape
     S, W = v_BSGW.shape[1], v_BSGW.shape[-1]
     size = -(-max(K, W) // 8) * 8
@@ -127,7 +139,7 @@ def _splash_kernel(heads: int, length: int, pieces: int, interpret: bool):
     return splash.make_splash_mha(mask, block_sizes=splash.BlockSizes(**blocks), head_shards=1, q_seq_shards=pieces, interpret=interpret)
 
 
-def _splash(q_BTGRK, k_BSGK, v_BSGW, segments, kernel):
+def _splash(q_BTGRK, k_BSGK, v_BSGW, segments, kernel, sink_GR):
     """Sequences are padded to whole blocks at their end, which no query before it sees. The kernel itself has no scale."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
@@ -138,29 +150,31 @@ def _splash(q_BTGRK, k_BSGK, v_BSGW, segments, kernel):
     ids = None if segments[0] is None else SegmentIds(*map(lengthen, segments))
     if kernel is None:
         kernel = _splash_kernel(G * R, q.shape[2], 1, platform() == "cpu")
-    y_BHTW = jax.vmap(kernel)(q, k, v, ids)
+    sink_H = None if sink_GR is None else sink_GR.reshape(-1)
+    y_BHTW = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(q, k, v, ids, sink_H)
     return jnp.moveaxis(y_BHTW, 1, 2)[:, :T].reshape(B, T, G, R, -1)
 
 
-# Each: (q, k, v, (segments of queries, of keys), place) -> y. `place` is None where the queries are the whole sequence; else what tells
-# the kernel where they lie: the position of the first of them, or for splash the kernel that was made for this device.
+# Each: (q, k, v, (segments of queries, of keys), place, sink_GR or None) -> y. `place` is None where the queries are the whole sequence;
+# else what tells the kernel where they lie: the position of the first of them, or for splash the kernel that was made for this device.
 KERNELS = {"blockwise": _blockwise, "cudnn": _cudnn, "splash": _splash}
 
 
-def attend(q_BTGRK, k_BTGK, v_BTGW, segments_BT, name: str):
+def attend(q_BTGRK, k_BTGK, v_BTGW, segments_BT, name: str, sink_GR=None):
     """Causal softmax attention [B, T, G, R, W] of scores scaled by K^-1/2, within segments where `segments_BT` is given.
 
-    `name` is `config.model.attention_kernel`. On a mesh B must be a multiple of its batch axes, G of tensor, T of context: ValueError
-    from `shard_map` otherwise (gammalm.sharding.mesh checks all of them before a run).
+    `name` is `config.model.attention_kernel`. `sink_GR`, where given, is fp32: exp(sink) is added to the denominator of each head. On a
+    mesh B must be a multiple of its batch axes, G of tensor, T of context: ValueError from `shard_map` otherwise (gammalm.sharding.mesh
+    checks all of them before a run).
     """
     mesh = jax.sharding.get_abstract_mesh()
     context = mesh.shape.get("context", 1)
     sizes = (q_BTGRK.shape[-1], v_BTGW.shape[-1])
-    name = choose_attention(name, platform(), q_BTGRK.dtype, sizes, q_BTGRK.shape[1], context)
+    name = choose_attention(name, platform(), q_BTGRK.dtype, sizes, q_BTGRK.shape[1], context, sink=sink_GR is not None)
     kernel = KERNELS[name]
     # The compiler itself cuts the blockwise kernel over rows and heads; it can cut no kernel that it does not see into.
     if mesh.empty or mesh.size == 1 or (name == "blockwise" and context == 1):
-        return kernel(q_BTGRK, k_BTGK, v_BTGW, (segments_BT, segments_BT), None)
+        return kernel(q_BTGRK, k_BTGK, v_BTGW, (segments_BT, segments_BT), None, sink_GR)
 
     made, where = None, None
     if name == "splash" and context > 1:
@@ -169,16 +183,16 @@ def attend(q_BTGRK, k_BTGK, v_BTGW, segments_BT, name: str):
         parts = AbstractMesh((context,), ("context",))  # the mesh itself may be in a `shard_map` over cells, which JAX does not expect here
         where = made.manual_sharding_spec(NamedSharding(parts, PartitionSpec(None, "context")))
 
-    def local(q, k, v, segments, made):
+    def local(q, k, v, segments, made, sink):
         if context == 1:
-            return kernel(q, k, v, (segments, segments), None)
+            return kernel(q, k, v, (segments, segments), None, sink)
         gather = functools.partial(jax.lax.all_gather, axis_name="context", axis=1, tiled=True)
         k, v, of_keys = jax.tree.map(gather, (k, v, segments))
         place = made if name == "splash" else jax.lax.axis_index("context") * q.shape[1]
-        return kernel(q, k, v, (segments, of_keys), place)
+        return kernel(q, k, v, (segments, of_keys), place, sink)
 
     tokens = PartitionSpec(BATCH_AXES, "context", "tensor")
     return jax.shard_map(
-        local, in_specs=(tokens, tokens, tokens, PartitionSpec(BATCH_AXES, "context"), where), out_specs=tokens,
+        local, in_specs=(tokens, tokens, tokens, PartitionSpec(BATCH_AXES, "context"), where, PartitionSpec("tensor")), out_specs=tokens,
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes), check_vma=False,
-    )(q_BTGRK, k_BTGK, v_BTGW, segments_BT, made)  # fmt: skip
+    )(q_BTGRK, k_BTGK, v_BTGW, segments_BT, made, sink_GR)  # fmt: skip

@@ -10,13 +10,13 @@ import functools
 import jax.numpy as jnp
 from flax import nnx
 
-from gammalm.models.attention import declare_gate, gated
+from gammalm.models.attention import declare_gate, declare_sink, gated, sink_logits
 from gammalm.models.kernels import attend
 from gammalm.models.parts import RMSNorm, declare, product, rotate
 
 
 class LatentAttention(nnx.Module):
-    """Causal attention over expanded latents, with the same output gates as `Attention`.
+    """Causal attention over expanded latents, with the same output gates and softmax sinks as `Attention`.
 
     Without query compression (q_rank 0) queries are read from the input. A head's query is [N | P]: the part without position first.
     """
@@ -46,6 +46,7 @@ class LatentAttention(nnx.Module):
             fan_in=("heads", "head_dim"), fan_out=("embed",), role="vo", residual_out=True,
         )  # fmt: skip
         declare_gate(self, c.gate, embed, heads, m.v_dim)
+        declare_sink(self, c.softmax_sink, heads)
 
     def queries_keys(self, x_BTD, angles, eps):
         """Queries and keys [B, T, H, N+P] with their last P channels rotated, and the normed latent [B, T, C] that values come from."""
@@ -69,7 +70,8 @@ class LatentAttention(nnx.Module):
     def __call__(self, x_BTD, angles, segments_BT, eps):
         q_BTHK, k_BTHK, latent_BTC = self.queries_keys(x_BTD, angles, eps)
         v_BTHW = product(latent_BTC, self.v_up[...])
-        y_BTH1W = attend(q_BTHK[:, :, :, None], k_BTHK, v_BTHW, segments_BT, self.kernel)
+        sink_H1 = sink_logits(self, q_BTHK.shape[2], 1)
+        y_BTH1W = attend(q_BTHK[:, :, :, None], k_BTHK, v_BTHW, segments_BT, self.kernel, sink_H1)
         y_BTHW = gated(self, y_BTH1W[:, :, :, 0], x_BTD)
         B, T, H, W = y_BTHW.shape
         return product(y_BTHW.reshape(B, T, H * W), self.out[...].reshape(H * W, -1))

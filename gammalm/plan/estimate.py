@@ -38,7 +38,8 @@ def plan(config, topology: Topology, *, compile_step: bool = True, price: float 
     device = known(topology.kind) or Device(peak=0.0)
     tokens = config.batch.sequences * config.data.seq_len
     buffers = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(model.buffers))
-    held = memory.state(model, parameter_shardings(model.specs, mesh), buffers) | {"batch": memory.batch(config, dict(mesh.shape))}
+    held = memory.state(config, model, parameter_shardings(model.specs, mesh), buffers)
+    held |= {"batch": memory.batch(config, dict(mesh.shape))}
     active = memory.activations(config, model.specs, dict(mesh.shape), topology.platform, device.capability)
     found = {
         "topology": topology.name,

@@ -7,29 +7,36 @@ Shape legend: gammalm/models/parts.py; N tokens of one micro-batch on one device
 
 import math
 
-from gammalm.models.kernels import choose_attention, dense_mask_bytes, head_sizes
+import jax
+
+from gammalm.models.kernels import dense_mask_bytes, head_sizes, kernel_of
 from gammalm.sharding.mesh import BATCH_AXES
-from gammalm.trees import flat
+from gammalm.training.optimizer import moments_like
+from gammalm.trees import flat, nested
 
 # What a plan's total is the sum of; `program` is known where one was compiled.
 KINDS = ("parameters", "optimizer", "buffers", "batch", "gradients", "activations", "program")
 
 
-def state(model, shardings, buffers: int) -> dict[str, int]:
-    """Bytes of one device: fp32 parameters, Adam's two moments, gradients as large as the parameters, and `buffers` with the counters.
+def state(config, model, shardings, buffers: int) -> dict[str, int]:
+    """Bytes of one device: fp32 parameters, the optimizer's moments, gradients as large as the parameters, and `buffers` with the counters.
 
     `shardings`: nested as `parameter_shardings` gives them.
     """
     shards = flat(shardings)
-    parameters = sum(4 * math.prod(shards[path].shard_shape(spec.shape)) for path, spec in model.specs.items())
-    counters = 4 + 4 + 1  # step, Adam's count, halted
-    return {"parameters": parameters, "optimizer": 2 * parameters, "buffers": buffers + counters, "gradients": parameters}
+    each = {path: 4 * math.prod(shards[path].shard_shape(spec.shape)) for path, spec in model.specs.items()}
+    parameters = sum(each.values())
+    moments = sum(jax.tree.leaves(moments_like(config, model.specs, nested(each), 0)))
+    counters = 4 + 4 + 1 + 16 * (config.optimizer.kind == "muon")  # step, Adam's count, halted; Muon's count and three coefficients
+    return {"parameters": parameters, "optimizer": moments, "buffers": buffers + counters, "gradients": parameters}
 
 
 def batch(config, mesh_shape: dict[str, int]) -> int:
-    """Bytes of one device's rows of a step's batch, all micro-batches: int32 tokens, and document ids if packed so."""
+    """Bytes of one device's rows of a step's batch, all micro-batches: int32 tokens, and document ids if packed so, and
+    fp32 weights where not all targets count."""
     rows = config.batch.sequences // math.prod(mesh_shape[axis] for axis in BATCH_AXES)
-    return rows * (config.data.seq_len + 1) * 4 * (2 if config.data.packing == "documents" else 1)
+    T = config.data.seq_len
+    return rows * 4 * ((T + 1) * (2 if config.data.packing == "documents" else 1) + T * (config.data.loss == "last"))
 
 
 def whole_layer(specs, pieces: int) -> int:
@@ -59,7 +66,7 @@ def activations(config, specs, mesh_shape: dict[str, int], platform: str, genera
     inner = products + 4 * N * c.d_model * size  # with normed inputs and branch outputs
     kept = {"none": inner, "dots": products, "full": 0}[c.remat]
     chunk = min(N, c.loss_chunk or N)
-    kernel = choose_attention(c.attention_kernel, platform, c.dtype, head_sizes(c), T, context, generation)
+    kernel = kernel_of(config, platform, generation)
     scores = 0 if kernel != "blockwise" else 2 * rows * c.n_heads // tensor * max(128, T // 16) * T * 4
     head = c.vocab_size // tensor * c.d_model
     return {

@@ -20,7 +20,7 @@ def flop_per_token(model, seq_len: int, remat: str) -> float:
 
 
 def _outside(model) -> int:
-    roles = {"norm"} if model.config.tie_embeddings else {"norm", "embed"}
+    roles = {"norm", "sink"} if model.config.tie_embeddings else {"norm", "sink", "embed"}
     return sum(math.prod(spec.shape) for spec in model.specs.values() if spec.role in roles)
 
 

@@ -4,6 +4,7 @@
     activations.py    moments and covariance kernels of activations
     description.py    sizes and standard deviations of a decoder, from plain numbers
     mixing.py, routing.py, recursion.py   the recursion over the covariance of the actual tokens
+    branches.py       one branch alone over many widths, and the exponent of the width
 
 The room imports no other: a caller that has one of our configs translates it. Docs: docs/theory.md.
 """

@@ -138,10 +138,10 @@ def _mean_variance(K_TT):
 
 def _layer(K_TT, std, key, *, stack: Stack, eps, start_T, d, theta, heads):
     """The covariance after one layer, and the mean squares that it passes through."""
-    attn_TT = _attention(stack, std, K_TT, eps, start_T, d, theta, key, heads)
+    attn_TT = attention_covariance(stack, std, K_TT, eps, start_T, d, theta, key, heads)
     middle_TT = K_TT + attn_TT
     C_TT = normed(middle_TT, eps)
-    ffn_TT = _mixture(stack.ffn, std, C_TT, d) if isinstance(stack.ffn, Mixture) else _dense(stack.ffn, std, "ffn/", C_TT, d)
+    ffn_TT = _mixture(stack.ffn, std, C_TT, d) if isinstance(stack.ffn, Mixture) else dense_covariance(stack.ffn, std, "ffn/", C_TT, d)
     pairs = {"attn_in": K_TT, "attn_added": attn_TT, "ffn_in": middle_TT, "ffn_added": ffn_TT}
     measured = {name: _mean_variance(value) for name, value in pairs.items()}
     read = _mean_variance(normed(K_TT, eps))
@@ -153,7 +153,7 @@ def _layer(K_TT, std, key, *, stack: Stack, eps, start_T, d, theta, heads):
     return middle_TT + ffn_TT, measured | {"latents": latents}
 
 
-def _attention(stack: Stack, std, K_TT, eps, start_T, d, theta, key, heads):
+def attention_covariance(stack: Stack, std, K_TT, eps, start_T, d, theta, key, heads):
     """Covariance of what the attention branch adds."""
     y_TT = attended(stack.attention, std, K_TT, eps, start_T, d=d, theta=theta, key=key, heads=heads)
     if stack.gate != "none":
@@ -161,7 +161,7 @@ def _attention(stack: Stack, std, K_TT, eps, start_T, d, theta, key, heads):
     return stack.attention.matrices()["out"] * jnp.square(std["attn/out"]) * y_TT
 
 
-def _dense(ffn: Dense, std, prefix: str, C_TT, d):
+def dense_covariance(ffn: Dense, std, prefix: str, C_TT, d):
     """Covariance of a feed-forward branch's output for an input of covariance C."""
     if ffn.activation == "swiglu":
         gate_T, up_T = (d * jnp.square(std[prefix + name]) * jnp.diagonal(C_TT) for name in ("gate", "up"))
@@ -176,5 +176,5 @@ def _dense(ffn: Dense, std, prefix: str, C_TT, d):
 def _mixture(ffn: Mixture, std, C_TT, d):
     """The same of a mixture: what two tokens have in common passes through the experts that both chose."""
     table_P = shared_gates(ffn, d * jnp.square(std["ffn/router"]) * _mean_variance(C_TT))
-    y_TT = look_up(table_P, correlation(C_TT)) * _dense(Dense(ffn.d_expert), std, "ffn/experts/", C_TT, d)
-    return y_TT + _dense(ffn.shared, std, "ffn/shared/", C_TT, d) if ffn.shared else y_TT
+    y_TT = look_up(table_P, correlation(C_TT)) * dense_covariance(Dense(ffn.d_expert), std, "ffn/experts/", C_TT, d)
+    return y_TT + dense_covariance(ffn.shared, std, "ffn/shared/", C_TT, d) if ffn.shared else y_TT

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 import jax
 
 # start: data opened, program built, state restored or drawn. compile: first call of each compiled function. data: waiting for a batch and
-# handing it over. checkpoint: what saving keeps the loop from. idle: everything else (rows, messages, agreeing with other processes).
-# lost: steps whose result was thrown away, because the process died before they were saved or the run was rolled back.
-PHASES = ("start", "compile", "data", "step", "checkpoint", "validation", "idle", "lost")
+# handing it over. checkpoint: what saving keeps the loop from. monitor: measuring the model (config.monitor). idle: everything else (rows,
+# messages, agreeing with other processes). lost: steps whose result was thrown away, because the process died before they were saved or
+# the run was rolled back.
+PHASES = ("start", "compile", "data", "step", "checkpoint", "validation", "monitor", "idle", "lost")
 
 
 class Goodput:

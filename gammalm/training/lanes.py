@@ -40,7 +40,7 @@ class Lane:
         c = run.config
         self.run, self.config = run, c
         self.error: str | None = None
-        how = dict(seq_len=c.data.seq_len, packing=c.data.packing, mixture=c.data.mixture, seed=c.seed)
+        how = dict(seq_len=c.data.seq_len, packing=c.data.packing, mixture=c.data.mixture, seed=c.seed, loss=c.data.loss)
         self.train = open_split(c.data.path, "train", batch=c.batch.sequences, **how)
         self.validation = open_split(c.data.path, "validation", batch=c.batch.sequences // c.batch.micro_batches, **how)
         if self.train.vocab_size > c.model.vocab_size:

@@ -5,15 +5,18 @@ Evaluation, measurement and export read with `load_model`; import writes with `s
 
 import dataclasses
 import hashlib
+import itertools
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from gammalm.config import from_json, to_json, validate
+from gammalm.data.load import Split, open_split
 from gammalm.data.shards import TOKENIZER
-from gammalm.errors import CheckpointError, ConfigError
+from gammalm.errors import CheckpointError, ConfigError, DataError
 from gammalm.models.decoder import Model
 from gammalm.training.checkpoint import Checkpointer
 from gammalm.trees import nested
@@ -61,6 +64,27 @@ def load_model(workdir: str | Path, step: int | None = None) -> Loaded:
             tree, extra = checkpointer.restore_part(step, _abstract(model))
             tokenizer = extra["tokenizer"]
     return Loaded(config, model, tree["params"], tree["buffers"], step, tokenizer)
+
+
+def validation_split(loaded: Loaded, sequences: int, path: str | Path | None = None) -> Split:
+    """The validation split that belongs to a model, in batches of `sequences`; `path`: of the prepared folder, None: the config's.
+
+    Raises DataError where there is none, or its tokenizer is not the model's.
+    """
+    data = loaded.config.data
+    split = open_split(
+        path or data.path, "validation", seq_len=data.seq_len, packing=data.packing, mixture=data.mixture,
+        seed=loaded.config.seed, batch=sequences, loss=data.loss,
+    )  # fmt: skip
+    if split.vocab_size > loaded.config.model.vocab_size or loaded.tokenizer_sha256 not in (None, split.tokenizer_sha256):
+        raise DataError(f"{split.path} has another tokenizer than the model was trained with. Give --data the folder it was trained on.")
+    return split
+
+
+def validation_batches(split: Split, batches: int) -> Iterator[dict]:
+    """The first `batches` of each domain of a validation split, the domains one after another; 0: all."""
+    for domain in split.domains:
+        yield from itertools.islice(split.validation(domain), batches or None)
 
 
 def restore_imported(workdir: Path, abstract: dict) -> tuple[dict, str | None] | None:

@@ -21,6 +21,7 @@ from gammalm.training import goodput, validation
 from gammalm.training.checkpoint import Checkpointer
 from gammalm.training.diagnose import first_fault
 from gammalm.training.lanes import Lane, Outcome, Run, restore
+from gammalm.training.monitoring import Build, Monitors
 from gammalm.training.preemption import Notice, Preempted
 from gammalm.training.profile import Profile
 from gammalm.training.program import Programs
@@ -34,12 +35,13 @@ TAIL = 0.05  # the share of last steps whose mean loss is reported as the traini
 
 def train(
     runs: list[Run], programs: Programs, *, mode: str = "single", cell_devices: int = 1, title: str = "", notice: Notice | None = None,
-    profile: tuple[int, int] | None = None,
+    profile: tuple[int, int] | None = None, monitor: Build | None = None,
 ) -> list[Outcome]:  # fmt: skip
     """Trains `runs`, which must share a program, to their last step; returns one Outcome each. Every process calls it alike.
 
     Raises GammalmError for what stops all of them (data, checkpoints, config, another process that is gone); a run whose numbers go wrong
     ends alone. Raises Preempted, with everything saved, where `notice` was given to stop. `profile`: first and last step to trace.
+    `monitor`: makes what measures a lane's config.monitor.kinds (training/monitoring.py).
     """
     clock = goodput.Goodput()
     if mode != "single" and runs[0].config.train.spike == "rollback":
@@ -57,7 +59,7 @@ def train(
                 stack.enter_context(Checkpointer(lane.run.workdir / "checkpoints", keep=lane.config.train.checkpoints_kept))
                 for lane in lanes
             ]
-            return _Group(lanes, program, checkpointers, title, notice, watchdog, clock, profile).run()
+            return _Group(lanes, program, checkpointers, title, notice, watchdog, clock, profile, monitor).run()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             lost = processes.lost(error)
@@ -73,7 +75,7 @@ def train(
 class _Group:
     """The lanes of one program, step by step."""
 
-    def __init__(self, lanes, program, checkpointers, title, notice, watchdog, clock, profile):
+    def __init__(self, lanes, program, checkpointers, title, notice, watchdog, clock, profile, monitor):
         self.lanes, self.program, self.checkpointers = lanes, program, checkpointers
         self.notice, self.watchdog, self.clock = notice, watchdog, clock
         self.compiled: set[str] = set()
@@ -83,6 +85,7 @@ class _Group:
         self.scalars = program.scalars([scalars(lane.config) for lane in lanes])
         with clock.phase("start"):
             found = restore(lanes, checkpointers, program)
+            self.monitors = Monitors(lanes, program, monitor, found.step)
         self.start, self.state, self.saved, extras = found.step, found.state, found.saved, found.extras
         self.seconds = max(extra.get("seconds", 0.0) for extra in extras)
         self.spent = [extra.get("goodput", {}) for extra in extras]  # before this process, by phase
@@ -123,6 +126,7 @@ class _Group:
         try:
             if step and every and step % every == 0:
                 self._validate(step)  # where the run ended between saving and validating
+            self._monitor(step)
             self._open_loaders(step)
             while step < self.steps:
                 if self._told_to_stop():
@@ -162,10 +166,12 @@ class _Group:
         self.pending = (step, metrics)
         save = step == self.steps or step % c.checkpoint_every == 0
         validate = c.validate_every and step % c.validate_every == 0
-        if save or validate or self.profile.ends(step):
+        if save or validate or self.profile.ends(step) or self.monitors.due(step):
             self._settle()
         if self.profile.ends(step):
             self.profile.stop()
+        if self.spike is None:
+            self._monitor(step)
         if save and self.spike is None:
             self._save(step)
         if validate and self.spike is None:
@@ -176,6 +182,16 @@ class _Group:
         late, self.pending = self.pending, None
         if late and self.spike is None:
             self._read(*late)
+
+    def _monitor(self, step: int) -> None:
+        """Measures what is due after `step`, which is read, of the lanes that go on. Before it is saved: what is saved has its rows."""
+        due: dict[int, list[str]] = {}
+        for i, kind in self.monitors.due(step):
+            due.setdefault(i, []).append(kind)
+        for i, kinds in due.items():
+            if not self.lanes[i].error:
+                self._call("monitor", self.monitors.measure, i, kinds, step, self.state, self.metrics[i])
+                self.watchdog.beat(f"monitors at step {step} of {self.lanes[i].run.name}")
 
     def _call(self, phase: str, function, *arguments):
         """Calls a compiled function. The first time it compiles, which may take longer than any stall."""
@@ -270,6 +286,7 @@ class _Group:
         self.rollbacks += 1
         (metrics,) = self.metrics
         metrics.rewind(step)
+        self.monitors.rewind(step)
         # Under the number of the first step that is made again: what resumes from `step` makes it, and this row, again.
         metrics.write("rollback", step + 1, {**spike, "left_out": self.left_out, "steps": made - step})
         processes.say(

@@ -16,21 +16,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gammalm.config import leaves
 from gammalm.errors import ConfigError
+from gammalm.initializers import STEP_PRESETS
 from gammalm.models.decoder import Model
-from gammalm.models.kernels import choose_attention, head_sizes
+from gammalm.models.kernels import kernel_of
 from gammalm.sharding.devices import compiler_options
 from gammalm.sharding.mesh import batch_sharding, check_batch, make_mesh, parameter_shardings
+from gammalm.training.optimizer import moments_like
 from gammalm.training.step import SCALARS, init_state, make_step, make_validation, over_cells
 
 MODES = ("single", "map", "vmap")  # one run after another | one program that walks over its cells | one that batches them
 
-# Besides init.*: what may differ between runs that train side by side.
-FREE = ("seed", "train.checkpoints_kept", "train.stall_timeout", "train.spike_rollbacks", *SCALARS)
+# Besides init.* (but for presets that set learning rates): what may differ between runs that train side by side.
+FREE = ("seed", "train.checkpoints_kept", "train.stall_timeout", "train.spike_rollbacks", "monitor.kinds", "monitor.points", *SCALARS)
+
+WEIGHTS = ("params", "buffers")  # of a state: what the model itself is
 
 
 def signature(config) -> str:
     """Equal for two configs exactly if one compiled program serves both."""
-    return json.dumps({name: value for name, value in leaves(config).items() if name not in FREE and not name.startswith("init.")})
+    read = STEP_PRESETS.get(config.init.preset, ())
+    return json.dumps({n: v for n, v in leaves(config).items() if n not in FREE and (not n.startswith("init.") or n in read)})
 
 
 def batchable(config, mode: str, platform: str):
@@ -41,7 +46,7 @@ def batchable(config, mode: str, platform: str):
     c, context = config.model, config.mesh.context
     if mode != "vmap" or (config.data.packing != "documents" and context == 1):
         return config
-    if choose_attention(c.attention_kernel, platform, c.dtype, head_sizes(c), config.data.seq_len, context) != "cudnn":
+    if kernel_of(config, platform) != "cudnn":
         return config
     if c.attention_kernel == "cudnn":
         raise ConfigError(
@@ -73,9 +78,9 @@ class Program:
         single = NamedSharding(self.mesh, PartitionSpec())
         parameters = parameter_shardings(self.model.specs, self.mesh)
         abstract = jax.eval_shape(lambda: init_state(self.model, config, 0))
-        adam = abstract["adam"]._replace(count=single, mu=parameters, nu=parameters)
         buffers = jax.tree.map(lambda _: single, abstract["buffers"])
-        one = dict.fromkeys(abstract, single) | {"params": parameters, "buffers": buffers, "adam": adam}
+        one = dict.fromkeys(abstract, single) | {"params": parameters, "buffers": buffers}
+        one |= moments_like(config, self.model.specs, parameters, single)
         self.abstract_state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, one)
         state = one if cells is None else jax.tree.map(lambda s: NamedSharding(self.mesh, PartitionSpec("cell", *s.spec)), one)
 
@@ -90,12 +95,15 @@ class Program:
         self._validate = jit(validate, in_shardings=given, out_shardings=single)
         self._stack = jax.jit(lambda states: jax.tree.map(lambda *a: jnp.stack(a), *states), out_shardings=state)
         self._pick = jax.jit(lambda state, i: jax.tree.map(lambda a: a[i], state), out_shardings=one)
+        weights = {name: one[name] for name in WEIGHTS}
+        self._pick_weights = jax.jit(lambda state, i: jax.tree.map(lambda a: a[i], state), out_shardings=weights)
         self._one = one
 
     @contextlib.contextmanager
-    def _devices(self):
-        """What the functions below run in: the mesh. XLA:CPU (JAX 0.12) deadlocks or aborts in the collectives of training steps that it
-        reads back from the compilation cache, so on CPUs programs over several devices are not put there."""
+    def on_mesh(self):
+        """What the functions below run in, and whatever else looks at their arrays: the mesh. XLA:CPU (JAX 0.12) deadlocks or aborts in the
+        collectives of training steps that it reads back from the compilation cache, so on CPUs programs over several devices are not put
+        there."""
         name = "jax_persistent_cache_min_compile_time_secs"
         least = getattr(jax.config, name)
         if self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu":
@@ -112,22 +120,30 @@ class Program:
         if self.mesh.size == 1:
             # Op by op the draws compile once per shape, whatever γ; as one program they would compile again for every γ of a grid.
             return jax.device_put(init_state(self.model, config, seed), self._one)
-        with self._devices():
+        with self.on_mesh():
             return jax.jit(lambda seed: init_state(self.model, config, seed), out_shardings=self._one)(seed)
 
     def stack(self, states):
         """The states of all cells as one with a leading cell axis; a single run's state stays as it is."""
         if self.cells is None:
             return states[0]
-        with self._devices():
+        with self.on_mesh():
             return self._stack(states)
 
     def pick(self, state, cell: int):
         """The state of one cell, equal in structure and numbers to that of a single run."""
         if self.cells is None:
             return state
-        with self._devices():
+        with self.on_mesh():
             return self._pick(state, cell)
+
+    def weights(self, state, cell: int) -> dict:
+        """{"params", "buffers"} of one cell, as a single run has them; a single run's are the arrays of its state."""
+        weights = {name: state[name] for name in WEIGHTS}
+        if self.cells is None:
+            return weights
+        with self.on_mesh():
+            return self._pick_weights(weights, cell)
 
     def rows(self, size: int) -> np.ndarray | None:
         """Of a global batch of `size` rows those that this process's devices need, ascending; None: all of them."""
@@ -164,7 +180,7 @@ class Program:
 
     def step(self, state, batch, scalars):
         """One optimizer step of every cell; `state` is given away. Returns (state, metrics)."""
-        with self._devices():
+        with self.on_mesh():
             return self._step(state, batch, scalars)
 
     def trace(self):
@@ -172,13 +188,15 @@ class Program:
         shape = (self.config.batch.sequences, self.config.data.seq_len + 1)
         names = ("tokens", "segments") if self.config.data.packing == "documents" else ("tokens",)
         batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding) for name in names}
+        if self.config.data.loss == "last":
+            batch["weights"] = jax.ShapeDtypeStruct((shape[0], shape[1] - 1), jnp.float32, sharding=self.batch_sharding)
         scalars = {name.rsplit(".")[-1]: jax.ShapeDtypeStruct((), jnp.float32, sharding=self.scalar_sharding) for name in SCALARS}
-        with self._devices():
+        with self.on_mesh():
             return self._step.trace(self.abstract_state, batch, scalars)
 
     def validate(self, state, batch, norm_eps):
         """Sums over one validation batch, see `make_validation`."""
-        with self._devices():
+        with self.on_mesh():
             return self._validate(state["params"], state["buffers"], batch, norm_eps)
 
 

@@ -1,8 +1,9 @@
 """The training step as a pure function: (state, batch, scalars) -> (state, metrics).
 
 Shape legend: B sequences of a step, M micro-batches, T predicted tokens per sequence, C cells, L mixture layers, E experts.
-State: {"step", "params", "buffers", "adam", "halted"}, and {"recent": [N]} where spikes are watched for (spikes.py); batch: {"tokens":
-[B, T+1]} and, for packed documents, {"segments": [B, T+1]}.
+State: {"step", "params", "buffers", "adam", "halted"}, {"muon"} where Muon moves the matrices (optimizer.py), and {"recent": [N]} where
+spikes are watched for (spikes.py); batch: {"tokens": [B, T+1]} and, for packed documents, {"segments": [B, T+1]}; {"weights": [B, T]}
+where not all targets count.
 Scalars are what may differ between runs that share the program: peak learning rate, weight decay, ε of the norms.
 """
 
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec
 from gammalm.initializers import init_params
 from gammalm.models.decoder import fresh_buffers
 from gammalm.training import spikes
-from gammalm.training.optimizer import adam, apply_adamw, decay_mask, schedule_factor
+from gammalm.training.optimizer import apply_adamw, decay_mask, direction, schedule_factor
 
 SCALARS = ("optimizer.learning_rate", "optimizer.weight_decay", "model.norm_eps")
 
@@ -33,22 +34,25 @@ def init_state(model, config, seed):
     """Step 0: γ-initialized parameters, zero moments. Pure; jit it with `out_shardings` to create each shard in place."""
     c = config.model
     params = init_params(model.specs, config.init, seed, d_model=c.d_model, n_layers=c.n_layers)
-    return {
+    state = {
         "step": jnp.zeros((), jnp.int32),
         "params": params,
         "buffers": fresh_buffers(model),
-        "adam": adam(config.optimizer).init(params),
         "halted": jnp.zeros((), jnp.bool_),
-    } | ({} if config.train.spike == "off" else {"recent": spikes.nothing_seen(config.train.spike_window)})
+    } | direction(config, model.specs).init(params)
+    return state if config.train.spike == "off" else state | {"recent": spikes.nothing_seen(config.train.spike_window)}
 
 
 def split_batch(batch):
     """Inputs [.., T], targets, target weights (fp32 0 or 1) and segments of the inputs (None without packing of documents).
 
-    A document never predicts the next one's first token, and padding (segment 0) is never predicted.
+    The weights are the batch's own where it has any. Else a document never predicts the next one's first token, and padding (segment 0)
+    is never predicted.
     """
     tokens, segments = batch["tokens"], batch.get("segments")
     inputs, targets = tokens[..., :-1], tokens[..., 1:]
+    if "weights" in batch:
+        return inputs, targets, batch["weights"], None if segments is None else segments[..., :-1]
     if segments is None:
         return inputs, targets, jnp.ones(targets.shape, jnp.float32), None
     weights = (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] > 0)
@@ -133,7 +137,7 @@ def make_step(model, config):
     """
     c, spike_policy = config.optimizer, config.train.spike
     mask = decay_mask(model.specs, c.no_decay)
-    transform = adam(c)
+    transform = direction(config, model.specs)
 
     def step(state, batch, scalars):
         params, buffers = state["params"], state["buffers"]
@@ -145,13 +149,12 @@ def make_step(model, config):
         if c.clip:
             factor = jnp.minimum(1.0, c.clip / jnp.maximum(norm, 1e-30))
             gradients = jax.tree.map(lambda g: g * factor, gradients)
-        direction, adam_state = transform.update(gradients, state["adam"])
+        towards, moments = transform.update(gradients, state)
         new = {
             "step": state["step"] + 1,
-            "params": apply_adamw(params, direction, mask, rate, scalars["weight_decay"]),
+            "params": apply_adamw(params, towards, mask, rate, scalars["weight_decay"]),
             "buffers": buffers,
-            "adam": adam_state,
-        }
+        } | moments
         found = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "tokens": count}
         if measured:
             bias_LE = move_bias(buffers["layers"]["ffn"]["bias"], measured["load"], config.model.moe.bias_rate)
@@ -198,9 +201,8 @@ def make_validation(model, token_bytes):
     """
 
     def validate(params, buffers, batch, norm_eps):
-        inputs, targets, _, segments = split_batch(batch)
+        inputs, targets, weights, segments = split_batch(batch)
         losses, _ = model.bind(params, buffers).token_losses(inputs, targets, segments, norm_eps)
-        weights = batch["weights"]
         return {
             "nats": jnp.sum(losses * weights),
             "tokens": jnp.sum(weights),

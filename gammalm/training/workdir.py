@@ -1,6 +1,6 @@
 """What a run keeps in its folder beside checkpoints: its config, the versions it ran with, its metrics.
 
-    <workdir>/config.json  versions.json  init_table.json  metrics.jsonl  checkpoints/  tensorboard/
+    <workdir>/config.json  versions.json  init_table.json  metrics.jsonl  monitors.jsonl  monitors/  checkpoints/  tensorboard/
 """
 
 import functools
@@ -27,7 +27,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 MAY_CHANGE = (
     "data.path", "train.log_every", "train.validate_every", "train.checkpoint_every", "train.checkpoints_kept", "train.stall_timeout",
     "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", "mesh.tensor", "mesh.dcn_data", "mesh.dcn_fsdp",
-    "model.attention_kernel", "model.moe.backend", "model.dtype", "model.residual_dtype",
+    "model.attention_kernel", "model.moe.backend", "model.dtype", "model.residual_dtype", "monitor.kinds", "monitor.points",
 )  # fmt: skip
 
 
@@ -80,23 +80,49 @@ def prepare(workdir: Path, config, specs) -> None:
         write_json_atomic(workdir / "init_table.json", init_table(specs, config.init, d_model=c.d_model, n_layers=c.n_layers))
 
 
-class Metrics:
-    """metrics.jsonl and TensorBoard of one run. Rows past `step`, which a killed run left, are dropped: those steps run again.
+class Rows:
+    """A file of rows, each of a kind and a step, that one run adds to. Rows past `step`, which a killed run left, are dropped: those steps
+    run again.
 
     Process 0 alone writes; the others keep the same rows in memory, so that all decide alike by what is there. Made by all at once.
     """
 
-    def __init__(self, workdir: Path, step: int):
-        self._file, self._versions = workdir / "metrics.jsonl", workdir / "versions.json"
-        rows = read_jsonl(self._file)
+    def __init__(self, file: Path, step: int):
+        self._file = file
+        rows = read_jsonl(file)
         self._kept = [row for row in rows if row["step"] <= step]
         self.dropped = [row for row in rows if row["step"] > step]
-        processes.exchange("metrics read")
-        self._board = None
+        processes.exchange(f"{file.stem} read")
+        if self.dropped and processes.leads():
+            self._rewrite()
+
+    def rewind(self, step: int) -> None:
+        """Drops the rows past `step`, to which a run was rolled back, but for those that tell of rolling back."""
+        self._kept = [row for row in self.rows() if row["step"] <= step or row["kind"] == "rollback"]
+        if processes.leads():
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        write_text_atomic(self._file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self._kept))
+
+    def add(self, row: dict) -> None:
+        if processes.leads():
+            append_jsonl(self._file, row)
+        else:
+            self._kept.append(row)
+
+    def rows(self) -> list[dict]:
+        return read_jsonl(self._file) if processes.leads() else self._kept
+
+
+class Metrics(Rows):
+    """metrics.jsonl and TensorBoard of one run."""
+
+    def __init__(self, workdir: Path, step: int):
+        super().__init__(workdir / "metrics.jsonl", step)
+        self._versions, self._board = workdir / "versions.json", None
         if not processes.leads():
             return
-        if self.dropped:
-            self._rewrite()
         import_tensorflow()
         from clu import metric_writers
 
@@ -112,30 +138,19 @@ class Metrics:
         elif json.loads(self._versions.read_text(encoding="utf-8")) != versions():
             self.write("resumed", step, {"versions": versions()})
 
-    def rewind(self, step: int) -> None:
-        """Drops the rows past `step`, to which a run was rolled back, but for those that tell of rolling back."""
-        self._kept = [row for row in self.rows() if row["step"] <= step or row["kind"] == "rollback"]
-        if processes.leads():
-            self._rewrite()
-
-    def _rewrite(self) -> None:
-        write_text_atomic(self._file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self._kept))
-
     def write(self, kind: str, step: int, values: dict) -> None:
         """Adds one row; numbers go to TensorBoard as `kind/name` too."""
-        row = {"kind": kind, "step": step, **values}
-        if self._board is None:
-            self._kept.append(row)
-            return
-        append_jsonl(self._file, row)
+        self.add({"kind": kind, "step": step, **values})
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         by_layer = {name: value for name, value in values.items() if isinstance(value, list)}
         numbers |= {f"{kind}/{name}/{layer}": x for name, value in by_layer.items() for layer, x in enumerate(value)}
         numbers |= {f"{kind}/{domain}": row["loss"] for domain, row in values.get("domains", {}).items()}
-        self._board.write_scalars(step, numbers)
+        self.show(step, numbers)
 
-    def rows(self) -> list[dict]:
-        return self._kept if self._board is None else read_jsonl(self._file)
+    def show(self, step: int, numbers: dict[str, float]) -> None:
+        """Numbers for TensorBoard alone."""
+        if self._board is not None:
+            self._board.write_scalars(step, numbers)
 
     def close(self) -> None:
         if self._board is not None:

@@ -21,20 +21,20 @@ WEIGHTS = np.array([[1] * 12, [1] * 12, [1] * 7 + [0] * 5, [0] * 12], np.float32
 
 VARIANTS = {
     "gqa": dict(),
-    "elementwise gate, qk-norm": dict(gate="elementwise", qk_norm=True, n_kv_heads=1, head_dim=8),
+    "elementwise gate, qk-norm, learned sink": dict(gate="elementwise", softmax_sink="learned", qk_norm=True, n_kv_heads=1, head_dim=8),
     "headwise gate, mixtures": dict(gate="headwise", ffn="moe"),
     "compressed mla, a mixture after two dense layers": dict(
         attention="mla", ffn="moe", gate="elementwise", n_layers=3, model__mla__q_rank=8, model__moe__first_k_dense=2
     ),
-    "mla": dict(attention="mla", gate="headwise"),
+    "mla, sink of one": dict(attention="mla", gate="headwise", softmax_sink="one"),
 }
 CASES = [
     ("gqa", "concat"),
     ("gqa", "documents"),
-    ("elementwise gate, qk-norm", "documents"),
+    ("elementwise gate, qk-norm, learned sink", "documents"),
     ("headwise gate, mixtures", "concat"),
     ("compressed mla, a mixture after two dense layers", "documents"),
-    ("mla", "concat"),
+    ("mla, sink of one", "concat"),
 ]
 
 
@@ -55,15 +55,16 @@ def watch(c, params, buffers, tokens_T, segments_T) -> Seen:
     seen = Seen([], {name: [] for name in order})
     attention, rms_norm = reference.attention, reference.rms_norm
 
-    def overhear_attention(q_THK, k_TGK, v_TGK, segments):
+    def overhear_attention(q_THK, k_TGK, v_TGK, segments, sink_H):
         visible = np.tril(np.ones((len(q_THK), len(q_THK)), bool))
         if segments is not None:
             visible &= segments[:, None] == segments[None, :]
         k_THK = np.repeat(k_TGK, q_THK.shape[1] // k_TGK.shape[1], axis=1)
         scores = np.where(visible, np.einsum("thk,shk->hts", q_THK, k_THK) / np.sqrt(q_THK.shape[-1]), -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        seen.weights.append(weights / weights.sum(-1, keepdims=True))
-        return attention(q_THK, k_TGK, v_TGK, segments)
+        weights = np.exp(scores)
+        sinks = 0 if sink_H is None else np.exp(sink_H)[:, None, None]
+        seen.weights.append(weights / (weights.sum(-1, keepdims=True) + sinks))
+        return attention(q_THK, k_TGK, v_TGK, segments, sink_H)
 
     def overhear_norm(x, gain, eps):
         seen.norms[order.pop(0)].append(x)

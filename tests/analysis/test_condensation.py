@@ -128,13 +128,14 @@ def test_heat_maps_are_bounded_and_show_cosines(rule):
     assert heat_map(row_cosines(np.zeros((5, 3))), rule)[0].shape == (0, 0)
 
 
-def test_snapshots_are_log_spaced_from_the_first_step():
-    assert snapshot_steps(100) == [1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 100]
-    assert snapshot_steps(64, 1) == [1, 2, 4, 8, 16, 32, 64]
-    assert snapshot_steps(1) == [1] and snapshot_steps(0) == []
-    steps = np.array(snapshot_steps(10**6, 4))
-    ratios = steps[1:] / steps[:-1]
-    np.testing.assert_allclose(ratios[steps[1:] > 100][:-1], 2**0.25, rtol=0.01)
+@pytest.mark.parametrize("last", [1, 2, 5, 24, 100, 500, 10**6])
+@pytest.mark.parametrize("points", [2, 5, 24])
+def test_snapshots_are_as_many_as_asked_and_log_spaced(last, points):
+    steps = snapshot_steps(last, points)
+    assert len(steps) == min(points, last) and steps[0] == 1 and steps[-1] == last and sorted(set(steps)) == steps
+    ratios = np.divide(steps[1:], steps[:-1])[np.array(steps[:-1]) > 50]
+    assert not len(ratios) or ratios.max() / ratios.min() < 1.05
+    assert snapshot_steps(0) == []
 
 
 MIXTURE = {"attention": "mla", "ffn": "moe", "n_layers": 2, "model__moe__first_k_dense": 1}

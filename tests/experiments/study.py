@@ -27,8 +27,13 @@ def loss_of(labels, noise=0.0):
 THREE_SEEDS = "grids/quickstart:lrs=0.003/0.01/0.03,seeds=3"
 
 
-def write_study(workdir, spec=THREE_SEEDS, *, skip=(), fail=(), noise=0.004, order=None, seed=0, curves=True):
-    """Writes the workdir of the grid `spec`; cells in `skip` are unfinished, those in `fail` failed. Gives the grid."""
+def write_study(
+    workdir, spec=THREE_SEEDS, *, skip=(), fail=(), noise=0.004, order=None, seed=0, curves=True, loss_of=loss_of, parameters=None
+):
+    """Writes the workdir of the grid `spec`; cells in `skip` are unfinished, those in `fail` failed. Gives the grid.
+
+    parameters: how many there are by the label `size`, where it is not one model.
+    """
     rng = random.Random(seed)
     grid = load_grid(spec)
     workdir.mkdir(parents=True, exist_ok=True)
@@ -49,7 +54,8 @@ def write_study(workdir, spec=THREE_SEEDS, *, skip=(), fail=(), noise=0.004, ord
         if cell.name in skip:
             continue
         row = {"cell": cell.name, "status": "done", "labels": dict(cell.labels), "steps": config.train.steps, "error": None}
-        row |= {"parameters": 231_552, "tokens": config.train.steps * step_tokens, "seconds": rng.uniform(38, 52)}
+        row |= {"parameters": (parameters or {}).get(cell.labels.get("size"), 231_552)}
+        row |= {"tokens": config.train.steps * step_tokens, "seconds": rng.uniform(38, 52)}
         if cell.name in fail:
             row |= {"status": "failed", "error": "TrainingError: loss is not finite at step 212; first bad layer: layers/attn/q[1]"}
             row |= {"loss": None, "bits_per_byte": None, "train_loss": None, "domains": {}}

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from gammalm.experiments import statistics
-from gammalm.experiments.statistics import best_rate, best_rates, estimate, gamma_pair, gap_contrasts, gaps, headline, paired
+from gammalm.experiments.statistics import best_rate, best_rates, estimate, gamma_pair, gap_contrasts, gaps, headline, minimum, paired
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 30])
@@ -142,3 +142,33 @@ def test_partial_tables_compare_only_what_is_there():
     assert [(d.group, d.rate) for d in found] == [("plain", 0.03), ("plain", None)]
     assert headline(found) == found[1:]
     assert gaps({}, {}) == []
+
+
+def test_minimum_is_the_vertex_of_the_parabola():
+    """Exact for a parabola on uneven places; NumPy's parabola through the three lowest neighbours otherwise; an end is an end."""
+    places = (0.5, 0.7, 1.0, 1.4)
+    exact = minimum({x: {s: 3 + (x - 0.93) ** 2 + 0.1 * s for s in range(3)} for x in places})
+    assert (exact.at, exact.low, exact.high) == pytest.approx((0.93, 0.93, 0.93)) and (exact.n, exact.edge, exact.beyond) == (3, "", 0.0)
+    curve = {0.5: 3.0, 0.7: 2.8, 1.0: 2.9, 1.4: 2.7 + 0.15}
+    a, b, _ = np.polyfit((0.5, 0.7, 1.0), (3.0, 2.8, 2.9), 2)
+    assert minimum({x: {0: y} for x, y in curve.items()}).at == pytest.approx(-b / (2 * a))
+    falling = minimum({x: {s: 3 - x + 0.01 * s for s in range(4)} for x in places})
+    assert (falling.at, falling.low, falling.high, falling.edge, falling.beyond) == (1.4, 1.4, 1.4, "highest", 1.0)
+    rising = minimum({x: {0: 3 + x} for x in places})
+    assert (rising.at, rising.low, rising.n, rising.edge) == (0.5, None, 1, "lowest")
+    assert minimum({0.5: {0: 1.0}, 1.0: {0: 1.0}}) is None and minimum({x: {i: 1.0} for i, x in enumerate(places)}) is None
+    assert minimum({x: {0: 3.0, 1: 3.0} for x in places}).at == 0.5, "a tie goes to the first"
+
+
+def test_the_interval_of_the_minimum_covers_it():
+    """Noise of ten seeds around a parabola: about 95 % of the intervals hold the truth, and they shrink with the noise."""
+    rng, places = np.random.default_rng(0), (0.5, 0.75, 1.0, 1.25, 1.5)
+
+    def found(noise):
+        return minimum({x: dict(enumerate(3 + (x - 0.9) ** 2 + noise * rng.normal(size=10))) for x in places}, resamples=200)
+
+    trials = [found(0.02) for _ in range(150)]
+    assert 0.88 <= sum(one.low <= 0.9 <= one.high for one in trials) / len(trials) <= 0.99
+    width = [np.mean([one.high - one.low for one in of]) for of in ([found(0.005) for _ in range(20)], trials)]
+    assert 3 < width[1] / width[0] < 5
+    assert found(1.0).beyond > 0.025

@@ -38,7 +38,7 @@ def _decoder_specs(L=2, D=64, H=3, G=3, K=32, F=160, V=256, gate="elementwise", 
 
 
 def _init_config(**changes):
-    leaves = dict(preset="fan_in", gamma=1.0, group_gammas=(1.0,) * 4, depth_scale=False, truncate=0.0, rules=())
+    leaves = dict(preset="fan_in", gamma=1.0, group_gammas=(1.0,) * 4, base_width=256, depth_scale=False, truncate=0.0, rules=())
     assert set(changes) <= set(leaves)
     return types.SimpleNamespace(**(leaves | changes))
 

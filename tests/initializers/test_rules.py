@@ -9,7 +9,7 @@ import pytest
 
 from gammalm.config import load_config
 from gammalm.errors import ConfigError
-from gammalm.initializers import PRESETS, ParamSpec, format_table, init_table
+from gammalm.initializers import PRESETS, ParamSpec, format_table, init_params, init_table, rate_factors
 from gammalm.models.decoder import param_specs
 
 D, L, F, V, HEADS = 64, 4, 160, 256, 96  # width, layers, ffn, vocabulary, heads × head size
@@ -91,8 +91,31 @@ def test_fixed_torch_and_orthogonal_presets(rows):
     assert rows(preset="orthogonal")["head/kernel"]["sigma"] == pytest.approx(V**-0.5)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_norm_gains_are_one_under_every_preset(rows, preset):
+def test_mup_is_fan_in_at_its_base_width(rows):
+    assert sigmas(rows(preset="mup", gamma=0.75, base_width=D)) == pytest.approx(sigmas(rows(gamma=0.75)))
+
+
+@pytest.mark.parametrize("gamma", [0.5, 1.0])
+def test_mup_away_from_its_base_width(rows, decoder_specs, init_config, gamma):
+    """A model 4 times as wide as the base: embedding and head as there, matrices half, logits a quarter by the final gain."""
+    base = D // 4
+    at = {name: (size / 4) ** -gamma for name, size in (("d", D), ("out", HEADS), ("down", F))}
+    want = expect(at["d"] / 2, at["out"] / 2, at["down"] / 2, embed__table=at["d"], head__kernel=at["d"])
+    assert sigmas(rows(preset="mup", gamma=gamma, base_width=base)) == pytest.approx(want)
+    params = init_params(decoder_specs(), init_config(preset="mup", base_width=base), 0, d_model=D, n_layers=2)
+    assert float(params["final_norm"]["gain"][0]) == 0.25 and float(params["layers"]["attn_norm"]["gain"][0, 0]) == 1.0
+
+
+def test_mup_sets_learning_rates_and_no_other_preset_does(decoder_specs, init_config):
+    specs = decoder_specs(tied=False)
+    assert set(rate_factors(init_config(), specs, D).values()) == {1.0}
+    found = rate_factors(init_config(preset="mup", base_width=D // 4), specs, D, orthogonal=("layers/ffn/up",))
+    same = {"embed/table", "head/kernel", "layers/attn_norm/gain", "layers/ffn_norm/gain"}
+    assert found == {path: 1.0 if path in same else 0.5 if path == "layers/ffn/up" else 0.25 for path in specs}
+
+
+@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "mup"])
+def test_norm_gains_are_one(rows, preset):
     gains = [row for row in rows(preset=preset).values() if row["role"] == "norm"]
     assert len(gains) == 3 and all(row["initializer"] == "ones" and row["sigma"] == 0 and row["gamma"] is None for row in gains)
 

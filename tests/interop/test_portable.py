@@ -30,8 +30,9 @@ KINDS = {  # name -> (arguments of configs/lm.py, leaves of config.model)
     "gqa": ("gate=none", MHA),
     "mha, qk-norm, headwise, untied": ("gate=headwise", MHA | {"n_kv_heads": 4, "qk_norm": True, "tie_embeddings": False}),
     "gqa, qk-norm, elementwise, softcap": ("gate=elementwise", MHA | {"qk_norm": True, "logit_softcap": 3.0}),
+    "gqa, learned sink": ("gate=none", MHA | {"softmax_sink": "learned"}),
     "mla": ("attention=mla,gate=none", MLA),
-    "mla, headwise": ("attention=mla,gate=headwise", MLA),
+    "mla, headwise, sink of one": ("attention=mla,gate=headwise", MLA | {"softmax_sink": "one"}),
     "mla, q compressed, elementwise": ("attention=mla,gate=elementwise", MLA | {"mla.q_rank": 9}),
     "mha-moe, elementwise": ("size=tiny-moe,gate=elementwise", MHA | MOE),
     "mla-moe, softmax, no shared, one dense": (
@@ -172,7 +173,9 @@ def test_tensors_and_logits(name, load):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("name", ["gqa, qk-norm, elementwise, softcap", "mla-moe, q compressed, two shared, two dense"])
+@pytest.mark.parametrize(
+    "name", ["gqa, learned sink", "gqa, qk-norm, elementwise, softcap", "mla-moe, q compressed, two shared, two dense"]
+)
 def test_loss_and_gradients(name, load):
     """The mean loss of `labels`, and 1e-4 of the largest value of each tensor's gradient."""
     import torch
@@ -197,7 +200,9 @@ def test_loss_and_gradients(name, load):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("name", ["gqa, qk-norm, elementwise, softcap", "mla, headwise", "mla-moe, q compressed, two shared, two dense"])
+@pytest.mark.parametrize(
+    "name", ["gqa, qk-norm, elementwise, softcap", "mla, headwise, sink of one", "mla-moe, q compressed, two shared, two dense"]
+)
 def test_generation_with_a_cache_and_padding(name, load):
     """Greedy tokens with a cache, without one, from our own logits, and padded on the left; logits of a text given in two parts."""
     import torch

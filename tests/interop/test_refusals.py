@@ -20,6 +20,8 @@ from .cases import CASES, HEADS, LATENT, MIXED, config_of, random_model, same
 AGAINST = [
     ("llama", HEADS | {"gate": "headwise"}, "model.gate=headwise; its attention has no gate"),
     ("llama", HEADS | {"gate": "elementwise"}, "model.gate=elementwise; its attention has no gate"),
+    ("llama", HEADS | {"softmax_sink": "learned"}, "model.softmax_sink=learned; the softmax of its attention has no sink"),
+    ("deepseek-v3", LATENT | {"softmax_sink": "one"}, "model.softmax_sink=one; the softmax of its attention has no sink"),
     ("llama", HEADS | {"qk_norm": True}, "model.qk_norm=True; it never normalises queries and keys"),
     ("llama", HEADS | {"logit_softcap": 30.0}, "model.logit_softcap=30; it has no logit soft-cap"),
     ("llama", HEADS | {"n_heads": 5, "n_kv_heads": 1}, "model.d_model=24 is no multiple of model.n_heads=5"),

@@ -61,8 +61,8 @@ def rope(x_THK, positions, theta):
     return np.concatenate([z.real, z.imag], -1)
 
 
-def attention(q_THK, k_TGK, v_TGK, segments=None):
-    """(output [T, H, K], log-sum-exp [H, T]) by a full softmax matrix per head."""
+def attention(q_THK, k_TGK, v_TGK, segments=None, sink_H=None):
+    """(output [T, H, K], log-sum-exp [H, T]) by a full softmax matrix per head; a sink is one more column of it, without a value."""
     T, H, K = q_THK.shape
     visible = np.tril(np.ones((T, T), bool))
     if segments is not None:
@@ -71,8 +71,9 @@ def attention(q_THK, k_TGK, v_TGK, segments=None):
     for h in range(H):
         g = h * k_TGK.shape[1] // H
         scores = np.where(visible, q_THK[:, h] @ k_TGK[:, g].T / np.sqrt(K), -np.inf)
-        lse[h] = np.logaddexp.reduce(scores, axis=1)
-        out[:, h] = np.exp(scores - lse[h][:, None]) @ v_TGK[:, g]
+        columns = scores if sink_H is None else np.concatenate([scores, np.full((T, 1), sink_H[h])], axis=1)
+        lse[h] = np.logaddexp.reduce(columns, axis=1)
+        out[:, h] = np.exp(columns - lse[h][:, None])[:, :T] @ v_TGK[:, g]
     return out, lse
 
 
@@ -99,6 +100,7 @@ def attend(n_TD, attn, c, positions, segments):
     def through(x, name):
         return np.tensordot(x, attn[name], 1)
 
+    sink = {"none": None, "one": np.zeros(c.n_heads), "learned": attn.get("sink")}[c.softmax_sink]
     if c.attention == "mla":
         m = c.mla
         q = through(n_TD, "q") if m.q_rank == 0 else through(rms_norm(through(n_TD, "q_down"), attn["q_norm"]["gain"], c.norm_eps), "q_up")
@@ -106,11 +108,11 @@ def attend(n_TD, attn, c, positions, segments):
         shared = rope(through(n_TD, "k_rope")[:, None], positions, c.rope_theta)
         k = np.concatenate([through(latent_TC, "k_up"), np.repeat(shared, c.n_heads, axis=1)], axis=-1)
         q = np.concatenate([q[..., : m.nope_dim], rope(q[..., m.nope_dim :], positions, c.rope_theta)], axis=-1)
-        return attention(q, k, through(latent_TC, "v_up"), segments)[0]
+        return attention(q, k, through(latent_TC, "v_up"), segments, sink)[0]
     q, k, v = (through(n_TD, name) for name in ("q", "k", "v"))
     if c.qk_norm:
         q, k = rms_norm(q, attn["q_norm"]["gain"], c.norm_eps), rms_norm(k, attn["k_norm"]["gain"], c.norm_eps)
-    return attention(rope(q, positions, c.rope_theta), rope(k, positions, c.rope_theta), v, segments)[0]
+    return attention(rope(q, positions, c.rope_theta), rope(k, positions, c.rope_theta), v, segments, sink)[0]
 
 
 def swiglu(x, w):

@@ -17,12 +17,15 @@ from .reference import random_buffers, random_params, small_config
 # Every option on in one of a few programs: each differs from the others in several leaves.
 VARIANTS = {
     "plain": dict(),
-    "headwise, untied": dict(gate="headwise", tie_embeddings=False),
-    "elementwise, qk-norm, softcap": dict(gate="elementwise", qk_norm=True, logit_softcap=3.0, n_kv_heads=1, head_dim=8),
+    "headwise, untied, learned sink": dict(gate="headwise", softmax_sink="learned", tie_embeddings=False),
+    "elementwise, qk-norm, softcap": dict(
+        gate="elementwise", softmax_sink="one", qk_norm=True, logit_softcap=3.0, n_kv_heads=1, head_dim=8,
+    ),
     "mha, wide heads, theta": dict(n_kv_heads=4, head_dim=10, rope_theta=100.0, gate="elementwise", tie_embeddings=False, norm_eps=0.3),
     "mla, headwise": dict(attention="mla", gate="headwise", tie_embeddings=False),
     "compressed mla, elementwise, moe after a dense layer": dict(
         attention="mla", ffn="moe", gate="elementwise", n_layers=3, model__mla__q_rank=8, model__moe__first_k_dense=1,
+        softmax_sink="learned",
     ),
     "moe, softmax, two shared": dict(
         ffn="moe", model__moe__score="softmax", model__moe__n_shared=2, model__moe__route_scale=2.5, model__moe__top_k=3,
@@ -203,4 +206,4 @@ def test_bind_puts_every_parameter_in_its_place(built):
 
 def test_bind_refuses_another_models_parameters(built):
     with pytest.raises((ValueError, KeyError)):
-        built("plain").model.bind(built("headwise, untied").params)
+        built("plain").model.bind(built("headwise, untied, learned sink").params)

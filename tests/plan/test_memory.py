@@ -18,9 +18,9 @@ SMALL = "lm:vocab=64,seq_len=256,batch=8,steps=10,gate=none"
 
 
 @pytest.mark.parametrize("mesh", [dict(fsdp=4, data=2), dict(tensor=2, fsdp=2, data=2), dict(fsdp=1, data=8)])
-@pytest.mark.parametrize("ffn", ["dense", "moe"])
-def test_the_state_is_that_of_a_run(mesh, ffn):
-    config = small_config(SMALL, ffn=ffn, n_kv_heads=2, **{f"mesh__{axis}": size for axis, size in mesh.items()})
+@pytest.mark.parametrize("ffn, kind", [("dense", "adamw"), ("moe", "muon")])
+def test_the_state_is_that_of_a_run(mesh, ffn, kind):
+    config = small_config(SMALL, ffn=ffn, n_kv_heads=2, optimizer__kind=kind, **{f"mesh__{axis}": size for axis, size in mesh.items()})
     memory = plan(config, Topology("cpu:8", "cpu", "cpu", 8))["memory"]
     state = Program(config, np.ones(64, np.int32)).init(config)
 
@@ -28,8 +28,9 @@ def test_the_state_is_that_of_a_run(mesh, ffn):
         return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree))
 
     assert memory["parameters"] == memory["gradients"] == held(state["params"])
-    moments, count = {"mu": state["adam"].mu, "nu": state["adam"].nu}, state["adam"].count
-    assert memory["optimizer"] == held(moments)
+    muon = [state["muon"]] if kind == "muon" else []
+    assert memory["optimizer"] == held([state["adam"].mu, state["adam"].nu, *(m.mu for m in muon)])
+    count = [state["adam"].count, *((m.count, m.ns_coeffs) for m in muon)]
     assert memory["buffers"] == held([state["buffers"], state["step"], state["halted"], count])
     assert memory["total"] == sum(memory[k] for k in ("parameters", "optimizer", "buffers", "batch", "gradients", "activations"))
     assert memory["batch"] == 257 * 4 * 8 // math.prod(mesh.get(axis, 1) for axis in ("data", "fsdp"))

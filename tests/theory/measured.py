@@ -21,6 +21,7 @@ def zipf(shape, vocab, seed=0):
 def described(config) -> Decoder:
     """The theory's description of `config`: its sizes, and its own table of standard deviations."""
     c = config.model
+    assert c.softmax_sink == "none", "the theory knows no softmax sink"
     model = Model(c)
     rows = {row["path"]: row for row in init_table(model.specs, config.init, d_model=c.d_model, n_layers=c.n_layers)}
     first = c.moe.first_k_dense if c.ffn == "moe" else 0

@@ -24,8 +24,8 @@ from gammalm.theory import (
     swiglu_ratio,
     two_matrix_ratio,
 )
+from gammalm.theory.branches import BRANCHES, EXPONENTS, GAMMAS, WIDTHS, branch_ratio, fitted_exponent
 
-WIDTHS = np.array([128, 256, 512, 1024, 2048, 4096])
 T = 64
 
 
@@ -64,27 +64,13 @@ def decoder(d, gamma, eps, attention=None, ffn=None):
                          gamma=gamma, eps=eps)  # fmt: skip
 
 
-def slope(values):
-    return np.polyfit(np.log(WIDTHS), np.log(values), 1)[0]
-
-
-EXPONENTS = {  # science.md, section 5: γ = .5, .75, 1, 1.25
-    ("linear", 1e-20): (0.499, 0.249, -0.001, -0.251),
-    ("linear", 1e-5): (0.494, 0.076, -0.739, -1.451),
-    ("swiglu", 1e-20): (0.506, -0.002, -0.497, -0.997),
-    ("swiglu", 1e-5): (0.495, -0.349, -1.973, -3.397),
-    ("attention", 1e-20): (0.496, 0.251, 0.002, -0.248),
-    ("attention", 1e-5): (0.487, 0.078, -0.735, -1.445),
-}
-
-
 def branch(name, d, gamma, eps):
     """‖branch‖/‖e‖ of one branch on the embedding: the recursion's, on distinct tokens."""
     if name == "attention":
         found = predict(decoder(d, gamma, eps), np.arange(T))
         return np.sqrt(found.attn_added[0] / found.embed)
     # No attention before the feed-forward branch: its output matrix is zero.
-    described = decoder(d, gamma, eps, ffn=Dense(int(d) if name == "linear" else 8 * int(d) // 3, name))
+    described = decoder(d, gamma, eps, ffn=Dense(int(d), "linear") if name == "two-linear" else None)
     described.stds[0]["attn/out"] = 0.0
     found = predict(described, np.arange(T))
     return np.sqrt(found.ffn_added[0] / found.embed)
@@ -93,31 +79,33 @@ def branch(name, d, gamma, eps):
 @pytest.mark.parametrize("name, eps", EXPONENTS)
 def test_exponents_of_the_closed_forms(name, eps):
     attention = functools.partial(attention_ratio, T=T)
-    ratio = {"linear": two_matrix_ratio, "swiglu": swiglu_ratio, "attention": attention}[name]
-    found = [slope(ratio(gamma, WIDTHS, eps=eps)) for gamma in (0.5, 0.75, 1.0, 1.25)]
+    ratio = {"two-linear": two_matrix_ratio, "swiglu": swiglu_ratio, "attention": attention}[name]
+    found = [fitted_exponent(WIDTHS, ratio(gamma, np.array(WIDTHS), eps=eps)) for gamma in GAMMAS]
     assert found == pytest.approx(EXPONENTS[name, eps], abs=0.02)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name, eps", EXPONENTS)
 def test_exponents_of_the_recursion(name, eps):
-    for gamma, expected in zip((0.5, 0.75, 1.0, 1.25), EXPONENTS[name, eps], strict=True):
-        if name == "attention" and gamma == 0.5:
-            continue  # heads are drawn: test_exponent_of_uneven_attention
-        assert slope([branch(name, d, gamma, eps) for d in WIDTHS]) == pytest.approx(expected, abs=0.02), gamma
+    found = [fitted_exponent(WIDTHS, [branch_ratio(name, d, gamma, eps, T) for d in WIDTHS]) for gamma in GAMMAS]
+    assert found == pytest.approx(EXPONENTS[name, eps], abs=0.02)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("eps", [1e-20, 1e-5])
-def test_exponent_of_uneven_attention(eps):
-    assert slope([branch("attention", d, 0.5, eps) for d in WIDTHS]) == pytest.approx(EXPONENTS["attention", eps][0], abs=0.02)
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_branch_alone_is_that_of_the_whole_recursion(name):
+    assert branch_ratio(name, 1024, 1.0, 1e-5, T) == pytest.approx(branch(name, 1024, 1.0, 1e-5), rel=1e-4)
+
+
+def test_an_unknown_branch():
+    with pytest.raises(ConfigError, match="none of two-linear"):
+        branch_ratio("mlp", 256, 1.0, 1e-5)
 
 
 @pytest.mark.parametrize("eps", [1e-20, 1e-8, 1e-5])
 def test_ratios_are_what_the_recursion_gives_for_small_signals(eps):
     d, gamma = 1024, 1.0
     assert attention_ratio(gamma, d, T, eps=eps) == pytest.approx(branch("attention", d, gamma, eps), rel=2e-3)
-    assert two_matrix_ratio(gamma, d, eps=eps) == pytest.approx(branch("linear", d, gamma, eps), rel=2e-3)
+    assert two_matrix_ratio(gamma, d, eps=eps) == pytest.approx(branch("two-linear", d, gamma, eps), rel=2e-3)
     kappa = (8 * d // 3) / d
     assert swiglu_ratio(gamma, d, eps=eps, kappa=kappa) == pytest.approx(branch("swiglu", d, gamma, eps), rel=5e-3)
 

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from gammalm.config import apply_overrides, leaves, load_config
+from gammalm.experiments.monitors import Monitor
+from gammalm.files import read_jsonl
 from gammalm.initializers import init_params
 from gammalm.models.decoder import Model
 from gammalm.sharding.mesh import arrange, between_slices, mesh_shape
@@ -109,15 +111,16 @@ def asked(monkeypatch, tmp_path):
 
 @pytest.fixture
 def left_behind(monkeypatch, tmp_path, programs):
-    """Config -> rows of metrics (without times) and checkpoints of a whole run."""
+    """Config -> rows of metrics (without times) and monitors, and checkpoints of a whole run."""
     monkeypatch.setattr(lanes, "open_split", Split)
     timed = ("tokens_per_s", "data_wait", "mfu")
 
     def run(c):
         workdir = tmp_path / str(len(list(tmp_path.iterdir())))
-        loop.train([loop.Run(c, workdir)], programs)
+        loop.train([loop.Run(c, workdir)], programs, monitor=Monitor)
         kept = [row for row in loop.Metrics(workdir, 99).rows() if row["kind"] != "goodput"]
         rows = [{k: v for k, v in row.items() if k not in timed} for row in kept]
+        rows += read_jsonl(workdir / "monitors.jsonl")
         return str(rows) + str(sorted(path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()))
 
     return run
@@ -153,6 +156,7 @@ WIRED = {
     "model.d_ff": (32, (), step_program),
     "model.norm_eps": (1e-3, (), traced_scalars),
     "model.gate": ("headwise", (), step_program),
+    "model.softmax_sink": ("learned", (), step_program),
     "model.tie_embeddings": (False, (), step_program),
     "model.rope_theta": (5e5, (), step_program),
     "model.qk_norm": (True, (), step_program),
@@ -166,15 +170,18 @@ WIRED = {
     "init.preset": ("xavier_normal", (), drawn),
     "init.gamma": (0.5, (), drawn),
     "init.group_gammas": ((1.0, 1.0, 0.5, 1.0), [("init.preset", "groups")], drawn),
+    "init.base_width": (32, [("init.preset", "mup")], drawn),
     "init.depth_scale": (True, (), drawn),
     "init.truncate": (2.0, (), drawn),
     "init.rules": (("out=zeros",), (), drawn),
     "data.path": ("elsewhere", (), "asked"),
     "data.mixture": ("natural", (), "asked"),
     "data.packing": ("documents", (), "asked"),
+    "data.loss": ("last", [("data.packing", "documents")], "asked"),
     "data.seq_len": (16, (), "asked"),
     "batch.sequences": (16, (), "asked"),
     "batch.micro_batches": (2, (), step_program),
+    "optimizer.kind": ("muon", (), step_program),
     "optimizer.learning_rate": (1.0, (), traced_scalars),
     "optimizer.b1": (0.5, (), step_program),
     "optimizer.b2": (0.5, (), step_program),
@@ -197,6 +204,8 @@ WIRED = {
     "train.spike_window": (3, [("train.spike", "skip")], step_program),
     "train.spike_sigma": (2.0, [("train.spike", "skip")], step_program),
     "train.spike_rollbacks": (1, SPIKY, "left_behind"),
+    "monitor.kinds": (("weights",), (), "left_behind"),
+    "monitor.points": (2, [("monitor.kinds", ("weights",))], "left_behind"),
     "mesh.data": (1, [("mesh.data", 2), ("mesh.tensor", -1), ("model.n_heads", 8), ("model.n_kv_heads", 8)], placed),
     "mesh.fsdp": (2, (), placed),
     "mesh.expert": (2, (), placed),

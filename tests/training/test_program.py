@@ -23,7 +23,7 @@ OWN = dict(
     gate="headwise", d_ff=24, tie_embeddings=False, optimizer__b1=0.5, optimizer__clip=0.0, optimizer__schedule="wsd",
     optimizer__no_decay=(), train__steps=11, batch__sequences=6, batch__micro_batches=2, data__packing="documents", data__seq_len=13,
     data__path="elsewhere", mesh__fsdp=2, optimizer__warmup_steps=1, remat="full",
-    train__spike="skip",
+    train__spike="skip", init__preset="mup", optimizer__kind="muon",
 )  # fmt: skip
 
 
@@ -39,6 +39,13 @@ def test_configs_that_share_a_program(leaf):
 @pytest.mark.parametrize("leaf", OWN)
 def test_configs_that_need_their_own(leaf):
     assert signature(config(**{leaf: OWN[leaf]})) != signature(config())
+
+
+def test_mup_shares_by_what_its_learning_rates_come_from():
+    mup = dict(init__preset="mup", init__base_width=12)
+    assert signature(config(**mup, init__gamma=0.25)) == signature(config(**mup))
+    assert signature(config(**mup | {"init__base_width": 24})) != signature(config(**mup))
+    assert signature(config(init__base_width=24)) == signature(config())
 
 
 def test_programs_are_made_once():

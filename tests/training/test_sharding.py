@@ -29,8 +29,8 @@ TOKEN_BYTES = np.arange(V, dtype=np.int32)
 
 def config(data, fsdp, tensor, context=1):
     return small_config(
-        d_model=D, d_ff=24, gate="elementwise", loss_chunk=8, batch__sequences=B, data__packing="documents", optimizer__warmup_steps=0,
-        optimizer__learning_rate=0.02, mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor,
+        d_model=D, d_ff=24, gate="elementwise", softmax_sink="learned", loss_chunk=8, batch__sequences=B, data__packing="documents",
+        optimizer__warmup_steps=0, optimizer__learning_rate=0.02, mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor,
         mesh__context=context,
     )  # fmt: skip
 

@@ -13,12 +13,8 @@ def run(args: argparse.Namespace) -> int:
 
     loaded = load_subject(args)
     found = residual_flow(loaded.model, loaded.params, loaded.buffers, batches_of(args, loaded))
-    layers = {"attention": found.attention_L, "ffn": found.ffn_L, "moved": found.moved_L}
-    result = {
-        "analysis": "flow", **describe_subject(args, loaded), "tokens": found.tokens, "embedding": found.embedding, "ratio": found.ratio,
-        "layers": {name: a_L.tolist() for name, a_L in layers.items()},
-    }  # fmt: skip
-    rows = [(layer, *map(float, values)) for layer, values in enumerate(zip(*layers.values(), strict=True))]
+    result = {"analysis": "flow", **describe_subject(args, loaded), **found.row()}
+    rows = [(layer, *values) for layer, values in enumerate(zip(*result["layers"].values(), strict=True))]
     text = table([("layer", "attention/e", "ffn/e", "(h - e)/e"), *rows])
     text += f"\nsize of e {found.embedding:.4g} (root mean square); whole model |h - e|/|e| = {found.ratio:.4g}; {found.tokens:,} tokens"
     deliver(args, result, text)

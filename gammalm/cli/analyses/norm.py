@@ -13,18 +13,11 @@ def run(args: argparse.Namespace) -> int:
 
     loaded = load_subject(args)
     found = norm_regime(loaded.model, loaded.params, loaded.buffers, batches_of(args, loaded))
-    columns = {name: (n.variance_L, n.ratio_L, n.factor_L, n.hidden_L) for name, n in found.norms.items()}
-    result = {
-        "analysis": "norm", **describe_subject(args, loaded), "tokens": found.tokens,
-        "norms": {
-            name: dict(zip(("variance", "ratio", "factor", "hidden"), (a_L.tolist() for a_L in arrays), strict=True))
-            for name, arrays in columns.items()
-        },
-    }  # fmt: skip
+    result = {"analysis": "norm", **describe_subject(args, loaded), **found.row()}
     rows = [
-        (name, layer if len(arrays[0]) > 1 else "-", *map(float, values))
-        for name, arrays in columns.items()
-        for layer, values in enumerate(zip(*arrays, strict=True))
+        (name, layer if len(columns["variance"]) > 1 else "-", *values)
+        for name, columns in result["norms"].items()
+        for layer, values in enumerate(zip(*columns.values(), strict=True))
     ]
     text = table([("norm", "layer", "variance", "eps/variance", "factor", "tokens below eps"), *rows])
     deliver(args, result, text + f"\neps {found.eps:g}; factor 1: eps does nothing; {found.tokens:,} tokens")

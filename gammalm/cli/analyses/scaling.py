@@ -7,13 +7,9 @@ from pathlib import Path
 
 from gammalm.cli.subject import add_output, deliver, table
 from gammalm.errors import ConfigError
+from gammalm.experiments.sizes import COUNTS, at_rates, losses_by_size
 
 EXAMPLE = "gammalm analyze scaling --workdir runs/paper-dense --json"
-COUNTS = {
-    "body": "parameters that a token meets, without embedding and head",
-    "active": "parameters that a token meets",
-    "total": "all parameters",
-}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -30,13 +26,13 @@ def run(args: argparse.Namespace) -> int:
 
     study = read_study(args.workdir)
     fits, refused = [], []
-    for family, by_gamma in _losses(study, args.label, args.size).items():
+    for family, by_gamma in losses_by_size(study.done(), args.label, args.size).items():
         pair = gamma_pair(by_gamma)
         if pair is None:
             refused.append(f"{family}: one γ alone.")
             continue
         for gamma in sorted(set(by_gamma) - {pair[0]}):
-            for rates, arms in _at_rates(by_gamma[pair[0]], by_gamma[gamma]):
+            for rates, arms in at_rates(by_gamma[pair[0]], by_gamma[gamma]):
                 about = {"group": family, "standard_gamma": pair[0], "small_gamma": gamma, "rates": rates}
                 try:
                     fits.append(about | _finite(dataclasses.asdict(fit_scaling(*arms))))
@@ -48,47 +44,6 @@ def run(args: argparse.Namespace) -> int:
     result = {"analysis": "scaling", "workdir": str(args.workdir), "size": COUNTS[args.size], "fits": fits, "left_out": refused}
     deliver(args, result, "\n\n".join([_text(fit) for fit in fits] + [f"N: {result['size']}", *refused]))
     return 0
-
-
-def _losses(study, label: str, size: str) -> dict:
-    """group without its size -> γ -> N -> rate -> seed -> loss, of the cells that have finished."""
-    from gammalm.experiments.results import group_name
-
-    counted: dict[str, int] = {}
-    found: dict = {}
-    for run in study.done():
-        config = run.cell.config().model
-        key = config.to_json()
-        if key not in counted:
-            counted[key] = _count(config, size)
-        family = group_name({k: v for k, v in run.cell.labels.items() if k != label}, "all runs")
-        rates = found.setdefault(family, {}).setdefault(run.gamma, {}).setdefault(counted[key], {})
-        rates.setdefault(run.rate, {})[run.seed] = run.loss
-    return found
-
-
-def _count(model_config, size: str) -> int:
-    from gammalm.models.decoder import Model
-
-    model = Model(model_config)
-    if size == "total":
-        return model.parameter_count
-    ends = sum(math.prod(spec.shape) for spec in model.specs.values() if spec.role in ("embed", "head"))
-    return model.active_parameter_count - (ends if size == "body" else 0)
-
-
-def _at_rates(standard: dict, small: dict):
-    """(which rates, (standard, small) as N -> seed -> loss): at each rate that all have, then at the best of each size and γ."""
-    from gammalm.experiments.statistics import best_rate
-
-    tables = [by_rate for arm in (standard, small) for by_rate in arm.values()]
-    for rate in sorted(set.intersection(*map(set, tables))):
-        yield f"rate {rate:g}", tuple({N: by_rate[rate] for N, by_rate in arm.items()} for arm in (standard, small))
-    if len(set.union(*map(set, tables))) == 1:
-        return
-    one_each = all(len(by_rate) == 1 for by_rate in tables)
-    best = tuple({N: by_rate[best_rate(by_rate).rate] for N, by_rate in arm.items()} for arm in (standard, small))
-    yield "the rate of each size" if one_each else "the best rate of each size and γ", best
 
 
 def _finite(value):

@@ -14,12 +14,8 @@ def run(args: argparse.Namespace) -> int:
     loaded = load_subject(args)
     found = sink_scores(loaded.model, loaded.params, loaded.buffers, batches_of(args, loaded))
     layers = found.by_layer()
-    result = {
-        "analysis": "sink", **describe_subject(args, loaded), "first_token_of": found.unit, "units": found.units, "queries": found.queries,
-        "threshold": THRESHOLD, "uniform": found.uniform, "mean": {name: float(a_L.mean()) for name, a_L in layers.items()},
-        "layers": {name: a_L.tolist() for name, a_L in layers.items()},
-        "heads": {name: getattr(found, f"{name}_LH").tolist() for name in layers},
-    }  # fmt: skip
+    heads = {name: getattr(found, f"{name}_LH").tolist() for name in layers}
+    result = {"analysis": "sink", **describe_subject(args, loaded), **found.row(), "heads": heads}
     rows = [(layer, *map(float, values)) for layer, values in enumerate(zip(*layers.values(), strict=True))]
     text = table([
         ("layer", "t >= 2", "alpha", f"alpha > {THRESHOLD}", "last query"), *rows,
