@@ -10,10 +10,11 @@
 | embedding | is the barrier of ε the embedding's γ alone, or the body's too? no gate; at 192^−2.5 = 2e-6 < 1e-5 | 24 | 20 |
 | depth_scale | what do outputs divided by √(2L) change at each γ? 8 layers | 36 | 25 |
 | muon | is γ worth as much under Muon as under AdamW? | 60 | 15 |
+| length | does the gain of γ = 1 come with longer runs? one, three and nine times the steps, both architectures, 2 seeds | 48 | 45 |
 | mup | does the best rate stay put over widths under the preset mup, where fan_in's moves? | 60 | 30 |
 
 Minutes are those of two cores: 13 s a cell for nano (about 40 with 8 layers), 25 for nano-96, 50 for nano-192. Every run has 500 ×
-16 × 128 = 1.0M tokens and the settings of `grids/figures:scale=cpu`; the architecture is `adjusted` (ε = 1e-12, elementwise gate) where
+16 × 128 = 1.0M tokens (under `length` that, 3.1M and 9.2M) and the settings of `grids/figures:scale=cpu`; the architecture is `adjusted` (ε = 1e-12, elementwise gate) where
 the question is not about it. Rates are axes where a verdict could rest on them: each γ has a best one of its own.
 """
 
@@ -51,9 +52,10 @@ class Study:
     lrs: str = "0.003/0.01/0.03"
     seeds: int = 3
     shapes: Mapping[str, dict] = dataclasses.field(default_factory=dict)  # leaves of a size that are others here
+    lengths: tuple[int, ...] = (1,)  # of its runs, in multiples of the argument `steps`; a label where there are several
 
 
-def _learning_rate():
+def _both_arms():
     return product(arms(**ARMS), values("gamma", (0.5, 1.0)))
 
 
@@ -89,11 +91,12 @@ def _mup():
 
 
 STUDIES = {
-    "learning_rate": Study(_learning_rate, LADDER, "0.001/0.003/0.01/0.03/0.1", 2),
+    "learning_rate": Study(_both_arms, LADDER, "0.001/0.003/0.01/0.03/0.1", 2),
     "balanced": Study(_balanced),
     "embedding": Study(_embedding, "nano-192", ""),
     "depth_scale": Study(_depth_scale),
     "muon": Study(_muon, lrs="0.001/0.003/0.01/0.03/0.1"),
+    "length": Study(_both_arms, lrs="0.003/0.01", seeds=2, lengths=(1, 3, 9)),
     "mup": Study(_mup, LADDER, "0.001/0.003/0.01/0.03/0.1", 1, {"nano-192": HEADS}),
 }
 
@@ -107,12 +110,17 @@ def get_grid(arg: str = "") -> Grid:
     study = STUDIES[args.study]
     sizes = {size: {"size": size} | study.shapes.get(size, {}) for size in (args.sizes or study.sizes).split("/")}
     rates = args.lrs or study.lrs
+    lengths = [args.steps * n for n in study.lengths]
     cells = product(
         arms("size", **sizes),
+        *([arms("length", **{f"{n}steps": _of_length(n) for n in lengths})] if len(lengths) > 1 else [fixed(_of_length(*lengths))]),
         study.cells(),
         *([values("lr", numbers(rates, f"{where}: lrs"))] if rates else []),
         values("seed", range(args.seeds or study.seeds)),
-        fixed({"optimizer.warmup_steps": max(1, args.steps // 15)}),
     )
-    base = f"lm:steps={args.steps},batch={args.batch},seq_len={args.seq_len},vocab={args.vocab},data={args.data},mixture={args.mixture}"
+    base = f"lm:batch={args.batch},seq_len={args.seq_len},vocab={args.vocab},data={args.data},mixture={args.mixture}"
     return Grid(args.study, base, cells)
+
+
+def _of_length(steps: int) -> dict:
+    return {"steps": steps, "optimizer.warmup_steps": max(1, steps // 15)}

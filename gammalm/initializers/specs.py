@@ -20,8 +20,8 @@ class ParamSpec:
 
     `fan_in` and `fan_out` name the axes whose sizes multiply to the fans: q (L,D,H,K) has fan_in=('embed',), fan_out=('heads','head_dim');
     out (L,H,K,D) has fan_in=('heads','head_dim'). Both are empty for a norm gain and a sink's logit. `residual_out` marks a matrix that
-    writes into the residual stream (attn/out, ffn/down): what depth scaling divides by √(2L). `first_layer` is the number that the stack's first layer has
-    in the model, where other stacks come before it.
+    writes into the residual stream (attn/out, ffn/down): what depth scaling divides by √(2L). `first_layer` is the number that the
+    stack's first layer has in the model, where other stacks come before it.
     Raises ConfigError when the axes do not describe the shape. Source: science 1, [R] for the declared axes.
     """
 

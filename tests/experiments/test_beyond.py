@@ -18,6 +18,8 @@ STUDIES = {
     "muon": (60, {"init.gamma", "init.group_gammas", "optimizer.kind"}),
     "mup": (60, {"init.gamma", "init.group_gammas", "init.preset", "init.base_width", "model.d_ff", "model.d_model", "model.n_heads",
                  "model.n_kv_heads"}),
+    "length": (48, {"init.gamma", "init.group_gammas", "model.norm_eps", "model.gate", "model.d_ff", "train.steps", "train.checkpoint_every",
+                    "train.log_every", "optimizer.warmup_steps"}),
     "depth_scale": (36, {"init.gamma", "init.group_gammas", "init.depth_scale"}),
 }  # fmt: skip
 
@@ -32,7 +34,9 @@ def test_cells_differ_in_what_is_asked(study):
     assert varied - {"seed", "optimizer.learning_rate"} == asked
     for config in configs:
         tokens = config["train.steps"] * config["batch.sequences"] * config["data.seq_len"]
-        assert (tokens, config["optimizer.warmup_steps"], config["model.vocab_size"]) == (1_024_000, 33, 1024)
+        times = {500: 1, 1500: 3, 4500: 9}[config["train.steps"]]
+        assert (times == 1 or study == "length") and (tokens, config["model.vocab_size"]) == (times * 1_024_000, 1024)
+        assert config["optimizer.warmup_steps"] == config["train.steps"] // 15
 
 
 def test_the_embedding_has_a_gamma_of_its_own():
