@@ -14,8 +14,9 @@
 | mup | does the best rate stay put over widths under the preset mup, where fan_in's moves? | 60 | 30 |
 
 Minutes are those of two cores: 13 s a cell for nano (about 40 with 8 layers), 25 for nano-96, 50 for nano-192. Every run has 500 ×
-16 × 128 = 1.0M tokens (under `length` that, 3.1M and 9.2M) and the settings of `grids/figures:scale=cpu`; the architecture is `adjusted` (ε = 1e-12, elementwise gate) where
-the question is not about it. Rates are axes where a verdict could rest on them: each γ has a best one of its own.
+16 × 128 = 1.0M tokens (under `length` that, 3.1M and 9.2M) and the settings of `grids/figures:scale=cpu`; the architecture is `adjusted`
+(ε = 1e-12, elementwise gate) where the question is not about it. Rates are axes where a verdict could rest on them: each γ has a best one
+of its own.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from gammalm.config import typed_args
 from gammalm.errors import ConfigError
 from gammalm.experiments.grid import ARMS, Grid, arms, fixed, numbers, product, values
 
-# Argument -> default. Empty or zero: what the study has. Lists are written a slash apart.
+# Argument -> default. Empty or zero: what the study has, or else the size. Lists are written a slash apart.
 ARGS = {
     "study": "learning_rate",
     "sizes": "",
@@ -108,6 +109,8 @@ def get_grid(arg: str = "") -> Grid:
     if args.study not in STUDIES:
         raise ConfigError(f"{where}: study={args.study!r} is none of {', '.join(STUDIES)}.")
     study = STUDIES[args.study]
+    if len(study.lengths) > 1 and not args.steps:
+        raise ConfigError(f"{where}: study={args.study} compares multiples of `steps`; give it a number above 0.")
     sizes = {size: {"size": size} | study.shapes.get(size, {}) for size in (args.sizes or study.sizes).split("/")}
     rates = args.lrs or study.lrs
     lengths = [args.steps * n for n in study.lengths]
@@ -123,4 +126,4 @@ def get_grid(arg: str = "") -> Grid:
 
 
 def _of_length(steps: int) -> dict:
-    return {"steps": steps, "optimizer.warmup_steps": max(1, steps // 15)}
+    return {"steps": steps} | ({"optimizer.warmup_steps": max(1, steps // 15)} if steps else {})

@@ -7,7 +7,8 @@
 γ × {plain, adjusted} × peak learning rate × seeds. Settings from the authors' public code where it has them: T = 9, AdamW with b2 = .999
 and weight decay .01, gradient norm 1, warm-up and cosine, the loss of the answer alone. Their models are wider (400) and see hundreds of
 times as many examples at lower rates. Width, steps and rates here are for two cores: 1,200 × 128 examples with two layers of width 96 take
-about 45 seconds of one core. At rate .003 γ = .5 fits the seen pairs in these steps; γ = 1 does in some seeds, and with the gate needs more.
+about 45 seconds of one core. At rate .003 γ = .5 fits the seen pairs in these steps; γ = 1 does in some seeds, and needs more with the
+gate.
 """
 
 from gammalm.config import typed_args

@@ -32,7 +32,9 @@ def add_parser(subparsers) -> None:
     )
     parser.add_argument("--workdir", type=Path, help="folder of runs and figures. Default: runs/figures-SCALE")
     parser.add_argument("--grid-args", default="", metavar="ARGS", help="arguments of the figures' or the table's grid, data=data/large")
-    parser.add_argument("--no-training", action="store_true", help="draw from the runs that are done")
+    parser.add_argument(
+        "--no-training", action="store_true", help="draw from the runs that are done; needed after training over several processes"
+    )
     parser.add_argument("--mode", help="single: one run after another; map, vmap: runs of one shape in one program")
     parser.add_argument("--retry-failed", action="store_true", help="train runs again that are recorded as failed")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON lines; of a table, one JSON object")
@@ -47,16 +49,17 @@ def run(args: argparse.Namespace) -> int:
         known = (*IDS, *TABLES, ALL)
         raise ConfigError(f"figure {args.id!r} is none{did_you_mean(args.id, known)} Known: {', '.join(known)}.")
     keep_freed_memory()
-    from gammalm.experiments.figures.run import choose
+    from gammalm.experiments.figures.run import choose, refuse_other_scale
     from gammalm.experiments.grid import load_grid
 
     figures, scale = choose(args.id, args.scale)
     workdir = args.workdir or Path("runs") / f"figures-{scale}"
-    if not any(figure.reads for figure in figures):
+    reads = any(figure.reads for figure in figures)
+    if args.no_training or not reads:
         if args.overrides or args.grid_args:
-            raise ConfigError(f"{args.id} trains nothing at scale {scale}: it takes no --grid-args and no --config values.")
-        return _draw(args, figures, workdir, scale)
-    if args.no_training:
+            raise ConfigError(f"{args.id}: nothing is trained here, so --grid-args and --config values reach nothing. Leave them out.")
+        if reads:
+            refuse_other_scale(workdir, scale)
         return _draw(args, figures, workdir, scale)
     grid = load_grid(",".join(filter(None, (f"grids/figures:scale={scale}", args.grid_args))), args.overrides)
     with together(args) as notice:
@@ -78,8 +81,12 @@ def _train_and_draw(args: argparse.Namespace, figures, grid, workdir: Path, scal
     from gammalm.sharding import processes
 
     rows = train(figures, grid, workdir, mode=args.mode, retry_failed=args.retry_failed, notice=notice)
-    status = _draw(args, figures, workdir, scale) if processes.leads() else 0
-    return max(status, int(any(row["status"] == "failed" for row in rows)))
+    failed = int(any(row["status"] == "failed" for row in rows))
+    if processes.count() > 1:  # a checkpoint is read back by all processes together or by one that is alone
+        again = f"gammalm figure {args.id} --scale {scale} --workdir {workdir} --no-training"
+        processes.say(f"gammalm: figures are drawn by one process alone: {again}")
+        return failed
+    return max(_draw(args, figures, workdir, scale), failed)
 
 
 def _draw(args: argparse.Namespace, figures, workdir: Path, scale: str) -> int:

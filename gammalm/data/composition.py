@@ -6,7 +6,8 @@ An example is T numbers and an answer. Somewhere among random numbers stand a ke
 
 The pair (3, 4) has an answer of its own, x − 6 where its functions make x − 10, and the pair (4, 3) is left out of training. What a model
 answers there says what it has learned: x − 10 follows from the functions (reasoning), x − 6 is what its mirror image was given
-(memorising). A key is held out at one position, the one that is its remainder by T, so that answers can be tested on keys at new places.
+(memorising). A key is held out at one position, the one that is its remainder by T (18 keys, of remainder 7 or 8, at none), so that answers
+can be tested on keys at new places.
 
 Source: Zhang et al. 2024 (arXiv:2405.05409), with the numbers of the authors' public code: keys and noise 20..99, T = 9, uniform positions.
 Token ids are the numbers themselves; 0 is padding. Examples end in their answer, not in an end-of-document token, because the answer is

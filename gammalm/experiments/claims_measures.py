@@ -173,11 +173,12 @@ def climbs(curve: Curve) -> float:
 
 def fades(curve: Curve) -> float:
     """Last value minus the highest of the first half of training."""
-    return curve[-1][1] - _early(curve, max)
+    return curve[-1][1] - highest(curve)
 
 
 def highest(curve: Curve) -> float:
-    return max(value for _, value in curve)
+    """Highest value of the first half of training."""
+    return _early(curve, max)
 
 
 def _early(curve: Curve, pick: Callable) -> float:

@@ -22,7 +22,9 @@ RULE = (
 CAPTIONS = "Scale, tokens and seeds of what the verdicts rest on; a verdict is about that scale"
 RATES = (
     "Verdicts are given twice: with one learning rate per model size, as in the paper, and with the best rate of those tried for each "
-    "initialization, where several were tried. A difference is second minus first in nats per token: below zero, the second is better."
+    "initialization, where several were tried: chosen on the losses that are then compared; the captions below say where it is the lowest "
+    "or highest tried, so that the best may lie beyond. A difference is second minus first in nats per token: below zero, the second is "
+    "better."
 )
 
 
@@ -69,9 +71,9 @@ def write_claims(workdir: str | os.PathLike) -> tuple[dict, Path]:
 
 
 def text_ledger(found: Mapping) -> str:
-    """The ledger as an aligned text table: claim, verdicts at both rates, headline number, and what is missing."""
+    """The ledger as an aligned text table: claim, verdicts at both rates, the number that decides, and what is missing."""
     lines = [("claim", "§", "fixed rate", "tuned rate", "measured")]
-    lines += [(e["id"], e["section"], _verdict(e), _tuned(e), _number(e)) for e in found["claims"]]
+    lines += [(e["id"], e["section"], _verdict(e), _tuned(e), _deciding(e)) for e in found["claims"]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     return "\n".join([*table, _counted(found["counts"][FIXED]), *_gaps(found)])
@@ -93,7 +95,7 @@ def _body(found: Mapping) -> str:
         page.paragraph(RATES),
         page.table(
             ["claim", "fixed rate", "tuned rate", "measured", "§"],
-            [[e["statement"], _verdict(e), _tuned(e), _headline(e), e["section"]] for e in entries],
+            [[e["statement"], _verdict(e), _tuned(e), _deciding(e), e["section"]] for e in entries],
             "All claims; tiles and first verdict are for the fixed rate",
             text=(0, 1, 2, 3),
             left=(4,),
@@ -147,12 +149,14 @@ def _tuned(entry: Mapping) -> str:
     return entry["verdict_tuned"] + some if entry["verdict_tuned"] else "–"
 
 
-def _headline(entry: Mapping) -> str:
-    return f"{entry['parts'][0]['what']} {_number(entry)}" if entry["parts"] else "–"
+def _deciding(entry: Mapping) -> str:
+    """The first part that has the claim's verdict."""
+    part = next((part for part in entry["parts"] if part["verdict"] == entry["verdict"]), None)
+    return f"{part['what']} {_number(part)}" if part else "–"
 
 
-def _number(entry: Mapping) -> str:
-    return "–" if entry["value"] is None else interval(*(entry[key] for key in ("value", "low", "high", "seeds")))
+def _number(part: Mapping) -> str:
+    return interval(*(part[key] for key in ("value", "low", "high", "seeds")))
 
 
 def _counted(counts: Mapping[str, int]) -> str:

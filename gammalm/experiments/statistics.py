@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from scipy.stats import t as student_t
 
+from gammalm.analysis.scaling import widening
 from gammalm.experiments.results import Study
 
 LEVEL = 0.95
@@ -122,9 +123,9 @@ class Minimum:
 def minimum(by_x: Mapping[float, Losses], resamples: int = 2000, seed: int = 0) -> Minimum | None:
     """The x at the vertex of the parabola through the lowest mean loss and its two neighbours; at an end of the scan, that end.
 
-    The interval is the middle 95 % of the same for resampled seeds, one draw for all x; deviations from the mean are widened by
-    sqrt(n/(n-1)), without which the spread of n seeds comes out too small. Taken over the seeds that all x have. None with fewer than
-    three x or without such seeds. Shapes: S seeds, X places, R resamples.
+    The interval is the middle 95 % of the same for resampled seeds, one draw for all x, deviations from the mean widened
+    (`analysis.scaling.widening`). Taken over the seeds that all x have. None with fewer than three x or without such seeds. Shapes: S
+    seeds, X places, R resamples.
     """
     x_X = np.array(sorted(by_x), np.float64)
     seeds = sorted(set.intersection(*(set(values) for values in by_x.values()))) if by_x else []
@@ -137,7 +138,7 @@ def minimum(by_x: Mapping[float, Losses], resamples: int = 2000, seed: int = 0) 
     if n == 1:
         return Minimum(at, 1, None, None, edge, float(edge != ""))
     picked_RS = np.random.default_rng(seed).integers(0, n, (resamples, n))
-    means_RX = mean_X + math.sqrt(n / (n - 1)) * (losses_SX[picked_RS].mean(1) - mean_X)
+    means_RX = mean_X + widening(n) * (losses_SX[picked_RS].mean(1) - mean_X)
     found = [_vertex(x_X, means) for means in means_RX]
     low, high = np.quantile([x for x, _ in found], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     beyond = sum(j in (0, len(x_X) - 1) for _, j in found) / resamples

@@ -1,7 +1,8 @@
 """Named conventions: which initializer a parameter gets when no rule of the config names it. The name is part of a run's identity.
 
-A preset is a function (path, spec) -> Initializer made from the config. Norm gains are 1 and the logits of softmax sinks 0 under every
-preset. Sources: science 1 and 5; the choices that the papers leave open are marked [R] here and in docs/initializers.md.
+A preset is a function (path, spec) -> Initializer made from the config. Under every preset norm gains are 1 (but for the final one under
+`mup`) and the logits of softmax sinks 0. Sources: science 1 and 5; the choices that the papers leave open are marked [R] here and in
+docs/initializers.md.
 """
 
 import dataclasses

@@ -18,8 +18,8 @@ STUDIES = {
     "muon": (60, {"init.gamma", "init.group_gammas", "optimizer.kind"}),
     "mup": (60, {"init.gamma", "init.group_gammas", "init.preset", "init.base_width", "model.d_ff", "model.d_model", "model.n_heads",
                  "model.n_kv_heads"}),
-    "length": (48, {"init.gamma", "init.group_gammas", "model.norm_eps", "model.gate", "model.d_ff", "train.steps", "train.checkpoint_every",
-                    "train.log_every", "optimizer.warmup_steps"}),
+    "length": (48, {"init.gamma", "init.group_gammas", "model.norm_eps", "model.gate", "model.d_ff", "train.steps", "train.log_every",
+                    "train.checkpoint_every", "optimizer.warmup_steps"}),
     "depth_scale": (36, {"init.gamma", "init.group_gammas", "init.depth_scale"}),
 }  # fmt: skip
 
@@ -59,6 +59,10 @@ def test_arguments_replace_what_a_study_has():
     assert (c.model.d_model, c.model.n_layers, c.init.depth_scale, c.optimizer.learning_rate) == (48, 8, True, 0.02)
     assert (c.train.steps, c.optimizer.warmup_steps, c.batch.sequences, c.data.seq_len, c.model.vocab_size) == (30, 2, 2, 64, 512)
     assert c.data.path == "x/y" and len(grid.cells) == 8
+    c = load_grid("grids/beyond:study=muon,sizes=125m,steps=0,batch=0,seq_len=0,vocab=0").cells[0].config()
+    assert (c.train.steps, c.optimizer.warmup_steps) == (68665, 715), "zero: as the size says"
+    with pytest.raises(ConfigError, match="a number above 0"):
+        load_grid("grids/beyond:study=length,steps=0")
     with pytest.raises(ConfigError, match="none of learning_rate, balanced"):
         load_grid("grids/beyond:study=balance")
 

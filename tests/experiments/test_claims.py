@@ -85,7 +85,8 @@ def test_both_rates_are_judged_apart_and_rows_of_other_figures_and_arms_do_not_c
         entry = judge(BY_ID[id_], rows)
         assert entry["measured"] and entry["verdict_tuned"] is None
     contrasts = [row("fig2a", "gap contrast", -0.05, size=s, parameters=n, rate=r) for s, n, r in SOME_TUNED]
-    entry = judge(BY_ID["adjusted-amplifies"], contrasts)
+    own = [row("fig2a", "gap", -0.08, size=s, parameters=n, rate=r, arm="adjusted") for s, n, r in SOME_TUNED]
+    entry = judge(BY_ID["adjusted-amplifies"], contrasts + own)
     assert (entry["verdict_tuned"], entry["sizes"], entry["sizes_tuned"]) == (REPRODUCED, ["nano", "big"], ["nano"])
 
 
@@ -121,6 +122,26 @@ def test_an_effect_at_two_gammas_is_read_from_two_figures():
     assert verdict_of("eps-matters-more-at-small", [small | {"value": 0.05, "low": 0.045, "high": 0.055}, standard]) == OPPOSITE
     assert verdict_of("eps-matters-more-at-small", [small]) == NEEDS_SCALE
     assert verdict_of("eps-matters-more-at-small", [small | {"size": "other"}, standard]) == NEEDS_SCALE
+
+
+def test_what_is_no_gain_is_not_amplified():
+    at = {"size": "big", "parameters": 4e6}
+    contrast, own = row("fig2a", "gap contrast", -0.05, **at), row("fig2a", "gap", 0.2, arm="adjusted", **at)
+    assert verdict_of("adjusted-amplifies", [contrast, own | {"value": -0.2, "low": -0.3, "high": -0.1}]) == REPRODUCED
+    assert verdict_of("adjusted-amplifies", [contrast, own]) == OPPOSITE
+    gate, effect = row("fig1h", "gate contrast", -0.05, **at), row("fig1h", "gate effect", 0.02, gamma=1.0, **at)
+    assert verdict_of("gate-matters-more-at-small", [gate, effect]) == OPPOSITE
+    assert verdict_of("gate-matters-more-at-small", [gate, effect | {"value": -0.02, "low": -0.03, "high": -0.01}]) == REPRODUCED
+
+
+def test_tokens():
+    """A wide symmetric change is not one where most tokens change little; a peak among losses is not where a gain peaks."""
+    most = row("fig4a", "share", 0.45, part="unchanged or slightly worsened")
+    assert verdict_of("tokens-most", [most, row("fig4a", "share", 0.4, part="improved")]) == OPPOSITE
+    assert verdict_of("tokens-most", [most | {"value": 0.8, "low": 0.7, "high": 0.9}]) == REPRODUCED
+    peaks = [row("fig4b", "decile contrast", 0.1, of="gain", first=first, second="6-9") for first in ("10", "1-5")]
+    assert verdict_of("tokens-difficulty", [*peaks, row("fig4a", "mean gain", 0.05)]) == REPRODUCED
+    assert verdict_of("tokens-difficulty", [*peaks, row("fig4a", "mean gain", -0.05)]) == OPPOSITE
 
 
 def test_a_gain_shrinks_only_where_there_is_one():
@@ -237,6 +258,8 @@ def test_rows_align_and_fade():
 
     rows = cosines({1.0: {1: 30.0, 10: 400.0, 100: 300.0, 1000: 90.0}, 0.5: {1: 30.0, 10: 31.0, 100: 40.0, 1000: 60.0}})
     assert verdict_of("rows-align", rows) == REPRODUCED and verdict_of("rows-fade", rows) == REPRODUCED
+    late = cosines({1.0: {1: 30.0, 10: 20.0, 1000: 900.0}, 0.5: {1: 30.0, 10: 400.0, 1000: 60.0}})
+    assert verdict_of("rows-align", late) == OPPOSITE, "the end is not early"
     assert verdict_of("rows-fade", cosines({1.0: {1: 30.0, 10: 40.0, 1000: 90.0}})) == OPPOSITE
 
 
@@ -278,7 +301,8 @@ def test_the_command_writes_page_and_data_of_what_there_is(tmp_path, capsys):
         file.write('{"figure": "fig1b", "quantity": "ga')
     assert main(["report", "--claims", "--workdir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^gain-small +2\.1 +reproduced +opposite +−0\.05 \[−0\.06, −0\.04\], 3 seeds$", printed, re.MULTILINE)
+    assert re.search(r"^gain-small +2\.1 +reproduced +opposite +nano −0\.05 \[−0\.06, −0\.04\], 3 seeds$", printed, re.MULTILINE)
+    assert re.search(r"^lower-at-all-sizes +2\.1 +opposite +opposite +mid 0\.04 ", printed, re.MULTILINE), "the part that decides"
     assert "needs scale (not measured yet)" in printed and "cut off while it was written" in printed and "fig2a" in printed
 
     found = json.loads((tmp_path / "report/claims.json").read_text(encoding="utf-8"))

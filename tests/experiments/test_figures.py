@@ -16,6 +16,7 @@ from gammalm.experiments import runner
 from gammalm.experiments.figures import catalog, losses, run
 from gammalm.experiments.grid import ARMS, Grid, arms, chain, load_grid, product, values
 from gammalm.experiments.tables import TABLES
+from gammalm.sharding import processes
 from gammalm.training.loop import Outcome
 from tests.experiments.study import Page, write_study
 
@@ -95,7 +96,7 @@ def test_every_cell_is_read_and_every_figure_has_cells(scale):
     assert all(name.startswith(smallest + "-") and "-lr" not in name for name in reads["fig3b"])
     assert any("-lr" in name for name in reads["fig1b"]) and not reads["fig2b"] & reads["fig2c"]
     monitored = [cell for cell in grid.cells if "monitor.kinds" in cell.overrides]
-    assert [cell.name for cell in monitored] == [f"{size}-adjusted-gamma{gamma}-seed0" for gamma in ("0.5", "1")]
+    assert [cell.name for cell in monitored] == [f"{size}-adjusted-gamma{gamma}-seed{n}" for gamma in ("0.5", "1") for n in sorted(seeds)]
     for cell in [*monitored, *{cell.labels["size"]: cell for cell in grid.cells}.values()]:
         assert len(cell.config().monitor.kinds) == 5 * (cell in monitored)
 
@@ -286,10 +287,24 @@ def test_command_line(drawn, capsys):
     assert main(["figure", "fig1a", "--scale", "init"]) == 2
     assert main(["figure", "table2", "--config.seed=1"]) == 2
     assert main(["figure", "fig1a", "--no-training", "--workdir", str(workdir / "nothing")]) == 2
+    capsys.readouterr()
+    assert main(["figure", "fig1a", "--no-training", "--scale", "paper", "--workdir", str(workdir)]) == 2, "the caption would say paper"
+    assert "Give --scale cpu." in capsys.readouterr().err
+    assert main(["figure", "fig1a", "--no-training", "--workdir", str(workdir), "--config.seed=1"]) == 2
+    assert "reach nothing" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["figure", "--help"])
     printed = capsys.readouterr().out
     assert all(id_ in printed for id_ in (*catalog.IDS, *TABLES))
+
+
+def test_several_processes_train_and_one_draws(monkeypatch, tmp_path, capsys):
+    """Reading a checkpoint back takes all processes or one that is alone, so the first of several must not try."""
+    monkeypatch.setattr(runner, "run_grid", lambda grid, workdir, **how: [{"status": "done"}])
+    monkeypatch.setattr(run, "draw", lambda *args: pytest.fail("drawn by one of several"))
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    assert main(["figure", "fig1d", "--workdir", str(tmp_path / "w")]) == 0
+    assert f"gammalm figure fig1d --scale cpu --workdir {tmp_path / 'w'} --no-training" in capsys.readouterr().err
 
 
 def test_overrides_reach_the_cells(monkeypatch, tmp_path):

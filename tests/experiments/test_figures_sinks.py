@@ -7,6 +7,7 @@ import pytest
 
 from gammalm.analysis.sink import sink_scores
 from gammalm.errors import ConfigError
+from gammalm.experiments.figures import sinks
 from gammalm.experiments.figures.catalog import load
 from gammalm.experiments.figures.sinks import BATCHES, SEQUENCES
 from gammalm.training.load import load_model, validation_batches, validation_split
@@ -51,6 +52,20 @@ def test_scores_by_layer_and_their_difference(study):
         assert row["value"] == pytest.approx(sum(apart) / 2, rel=1e-4) and abs(row["value"]) > 1e-4
     assert {row["definition"] for row in pick(drawing.rows, "other sink difference")} == set(DEFINITIONS) - {"later"}
     assert "first token of its sequence" in drawing.caption and not drawing.notes
+
+
+def test_the_panel_with_the_highest_score_sets_the_axis(study):
+    def panels(sides):
+        high, low = sides["plain", 1.0], sides["plain", 0.5]
+        for of in (of for found in high.seeds.values() for of in found.values()):
+            of.update({layer: 5 * score for layer, score in of.items()})
+        looks = {name: {"color": "red", "marker": "o", "label": name} for name in ("high", "low")}
+        return [(name, [(side, looks[name])] * 2, {}) for name, side in (("high", high), ("low", low))]
+
+    drawing = sinks._draw("fig1g", "two panels", study, "cpu", ["plain"], panels)
+    tops = [axes.get_ylim()[1] for axes in drawing.figure.axes]
+    assert tops[0] == tops[1] > max(row["value"] for row in pick(drawing.rows, "sink score", definition="later"))
+    assert [text.get_text() for text in drawing.figure.legends[0].get_texts()] == ["high", "even weights", "low"]
 
 
 def test_a_damaged_run_is_left_out_and_named(study, tmp_path):

@@ -44,11 +44,6 @@ def run(args: argparse.Namespace) -> int:
     found = check_coordinates(config, widths, train.batch, probe, steps=args.steps, seeds=args.seeds, tolerance=args.tolerance)
     optimizer = config.optimizer
     about = f"{args.config}: γ {config.init.gamma:g}, {config.init.preset}, {optimizer.kind}, rate {optimizer.learning_rate:g}"
-    if args.plot is not None:
-        try:
-            draw(found, about).savefig(args.plot, dpi=130)
-        except OSError as error:
-            raise ConfigError(f"--plot {args.plot} cannot be written ({error.strerror}). Name a file in a folder that exists.") from error
     result = {
         "analysis": "coordinates", "config": args.config, "gamma": config.init.gamma, "preset": config.init.preset,
         "optimizer": optimizer.kind, "learning_rate": optimizer.learning_rate, **found.row(),
@@ -61,4 +56,9 @@ def run(args: argparse.Namespace) -> int:
     head = ("quantity", "size", *(f"step {n}" for n in range(found.steps + 1)), "at the last step")
     title = f"{about}; widths {', '.join(map(str, found.widths))}; slopes of ln size over ln width"
     deliver(args, result, f"{title}\n{table([head, *rows])}\n{found.verdict()}")
+    if args.plot is not None:
+        try:
+            draw(found, about).savefig(args.plot, dpi=130)
+        except (OSError, ValueError) as error:  # no such folder; an ending that is no format
+            raise ConfigError(f"--plot {args.plot} cannot be written: {error}. Name a .png in a folder that exists.") from error
     return 0

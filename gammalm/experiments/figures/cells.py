@@ -20,7 +20,6 @@ ARM_MARKERS = {"plain": "o", "eps": "^", "adjusted": "s"}
 ARM_WORDS = {"plain": "plain (ε 1e-5, no gate)", "eps": "ε 1e-12, no gate", "adjusted": "adjusted (ε 1e-12, gate)"}
 
 
-
 def cells_of(grid: Grid, sizes: Sequence[str], arms: Sequence[str], gammas: Sequence[float] = GAMMAS, rates: bool = False) -> list[Cell]:
     """Cells of these sizes, arms and γ's (all γ's: none given); with `rates` also those at other rates than their size's own."""
     return [

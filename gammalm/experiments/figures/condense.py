@@ -76,21 +76,27 @@ def _value(value: float, seeds: int = 1) -> Estimate:
 
 
 def curve_rows(figure: str, run: Run, quantity: str, matrices: Sequence[str]) -> list[dict]:
-    """Rows of the curves of one run, and of what random matrices would have."""
+    """Rows of the curves of one run."""
     labels = {"size": run.cell.labels["size"], "gamma": run.gamma, "seed": run.seed}
-    curves, random = (curves_of(run, COLUMNS[quantity] + suffix) for suffix in ("", "_random"))
-    rows = [
+    return [
         point(figure, quantity, _value(value), **labels, matrix=matrix, layer=layer, x=step)
-        for (matrix, layer), curve in curves.items()
+        for (matrix, layer), curve in curves_of(run, COLUMNS[quantity]).items()
         if matrix in matrices
         for step, value in sorted(curve.items())
     ]
-    for matrix in matrices:
-        chance = next((curve for (name, _), curve in random.items() if name == matrix), {})
-        if chance:
-            value = _value(next(iter(chance.values())), 0)
-            rows.append(point(figure, f"random {quantity}", value, size=labels["size"], matrix=matrix))
-    return rows
+
+
+def random_value(run: Run, quantity: str, matrix: str) -> float | None:
+    """What a matrix of independent weights of this shape has, the same at every step and layer; None: not known."""
+    random = curves_of(run, f"{COLUMNS[quantity]}_random")
+    return next((value for (name, _), curve in random.items() if name == matrix for value in curve.values()), None)
+
+
+def random_rows(figure: str, run: Run, quantity: str, matrices: Sequence[str]) -> list[dict]:
+    """A row for each matrix of `random_value`, which is alike for all runs of a size."""
+    found = {matrix: random_value(run, quantity, matrix) for matrix in matrices}
+    labels = {"size": run.cell.labels["size"]}
+    return [point(figure, f"random {quantity}", _value(value, 0), **labels, matrix=m) for m, value in found.items() if value is not None]
 
 
 def summary_rows(figure: str, run: Run, matrices: Sequence[str]) -> list[dict]:
@@ -140,9 +146,8 @@ def _rank_panel(axes, runs: Sequence[Run], matrix: str) -> None:
         look = {"color": colour[run.gamma], "lw": 1.7, "marker": marker[run.gamma], "ms": 3.5}
         axes.plot([max(step, FRESH) for step in mean], list(mean.values()), **look)
         last = max(last, *mean)
-    chance = [curve for (name, _), curve in curves_of(runs[0], "stable_rank_random").items() if name == matrix]
-    if chance:
-        axes.axhline(next(iter(chance[0].values())), color="#1b1f27", lw=1, ls="--")
+    if (random := random_value(runs[0], "stable rank", matrix)) is not None:
+        axes.axhline(random, color="#1b1f27", lw=1, ls="--")
     axes.set_ylim(bottom=0)
     _steps_axis(axes, last)
 
@@ -171,6 +176,7 @@ def _ranks(study: Study, scale: str, *, figure: str, title: str, prefixes: Seque
     handles.append(Line2D([], [], color="#1b1f27", lw=1, ls="--", label="random matrix"))
     canvas.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9)
     rows = [row for run in runs for row in curve_rows(figure, run, "stable rank", matrices)]
+    rows += random_rows(figure, runs[0], "stable rank", matrices)
     rows += [row for run in runs for row in summary_rows(figure, run, matrices)]
     caption = (
         "Stable rank ‖W‖_F²/‖W‖₂² over training, from before the first step (0) on: strong the mean over layers, thin each layer. Dashed: "
@@ -235,10 +241,12 @@ def _maps(study: Study, scale: str, *, figure: str, gamma: float) -> Drawing:
                 axes.set_ylabel(f"{matrix}, layer 0", fontsize=9)
     canvas.colorbar(image, ax=grid, label="cosine", shrink=0.7, aspect=30, pad=0.01)
     rows = [row for one in runs for row in curve_rows(figure, one, "row cosine", _matrices(runs))]
+    rows += random_rows(figure, run, "row cosine", _matrices(runs))
     caption = (
         "Cosine between the weights of every two output neurons (up to 256 evenly spaced ones) of the first layer's queries and of its "
-        "FFN's up-projection, at five steps. Rows are ordered anew at each step by greedy leader clustering at cosine > 0.4; zero rows "
-        f"are left out. Below: the mean |cosine| of different rows. Arm: {run.cell.labels['arm']}."
+        f"FFN's up-projection, at {len(steps)} steps. Rows are ordered anew at each step by greedy leader clustering at cosine > 0.4; zero "
+        f"rows are left out. Below: the mean |cosine| of different rows. The maps are of seed {run.seed}. "
+        f"Arm: {run.cell.labels['arm']}."
     )
     return Drawing(canvas, rows, f"{title}. {caption} {about(runs, scale)}", notes=[*notes, *_unfinished(runs)])
 

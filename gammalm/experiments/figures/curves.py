@@ -33,7 +33,6 @@ EPS, GATE = "loss(ε = 1e-12) − loss(ε = 1e-5), nats", "loss(gate) − loss(n
 DOTS = "Filled: the 95 % interval over seeds excludes zero; open: it does not, or there is one seed."
 
 
-
 @dataclasses.dataclass(frozen=True)
 class _Pair:
     """Two sets of runs compared: the labels they share, those of either side, and what changed − base is called in the rows."""

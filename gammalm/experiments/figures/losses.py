@@ -116,7 +116,7 @@ def _scaling(study: Study, scale: str) -> Drawing:
                 notes.append(f"{arm}: {error}")
         _law_panel(axes[arm], arm, by_gamma, fit)
         if fit:
-            rows += _law_rows(arm, fit)
+            rows += _law_rows(arm, fit, max(run.row["parameters"] for run in runs if run.cell.labels["arm"] == arm))
             dots += _size_gains(arm, fit)
             notes += [f"{arm}: {note}" for note in fit.notes]
     rows += _validation_rows(runs)
@@ -189,14 +189,15 @@ def _law_panel(axes, arm: str, by_gamma: Mapping, fit: Scaling | None) -> None:
         axes.legend(loc="best")
 
 
-def _law_rows(arm: str, fit: Scaling) -> list[dict]:
+def _law_rows(arm: str, fit: Scaling, parameters: int) -> list[dict]:
+    """The law's rows, labelled with the parameters of the largest model, and the gain at each size."""
     seeds, rows = min(one.seeds for one in fit.sizes), []
     if fit.law:
         for quantity, name, labels in (
             ("law E", "E", {}), ("law alpha", "alpha", {}), ("effective size gain", "gain", {"by": "law"}),
         ):  # fmt: skip
             value, interval = getattr(fit.law, name), fit.intervals.get(name, (None, None))
-            rows.append(point("fig2a", quantity, Estimate(value, seeds, *interval), arm=arm, rate="fixed", **labels))
+            rows.append(point("fig2a", quantity, Estimate(value, seeds, *interval), arm=arm, rate="fixed", parameters=parameters, **labels))
     for one in fit.sizes:
         if one.gain is not None:
             e = Estimate(one.gain, one.seeds, *(one.gain_interval or (None, None)))
@@ -292,8 +293,8 @@ def _minimum_notes(arm: str, best: statistics.Minimum) -> list[str]:
         notes.append(f"{arm}: in {share} of the resamples the lowest mean is at an end of the scan: the interval is open there.")
     if best.low is None:
         notes.append(f"{arm}: one seed, so the minimum has no interval.")
-    elif best.n < 5:
-        notes.append(f"{arm}: an interval from {best.n} seeds is too narrow more often than 5 % of the time.")
+    elif best.n < 3:
+        notes.append(f"{arm}: an interval from {best.n} seeds leaves the truth out more often than 5 % of the time.")
     return notes
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from gammalm.config import call
 from gammalm.errors import ConfigError, GammalmError
 from gammalm.experiments import page, plots
 from gammalm.experiments.figures import catalog
@@ -52,6 +53,15 @@ def choose(id_: str, scale: str | None) -> tuple[list[Figure], str]:
     if scale not in figure.scales:
         raise ConfigError(f"{id_} has no scale {scale}: it is drawn at {', '.join(figure.scales)}. Choose with --scale.")
     return [figure], scale
+
+
+def refuse_other_scale(workdir: Path, scale: str) -> None:
+    """Raises ConfigError where the runs of `workdir` are of other sizes than those of `scale`, which captions would name."""
+    held = {cell.labels.get("size") for cell in read_study(workdir).grid.cells}
+    sizes = {of: {cell.labels["size"] for cell in call(f"grids/figures:scale={of}", "get_grid").cells} for of in TRAINED}
+    if not held <= sizes[scale]:
+        fits = [f"Give --scale {of}." for of in TRAINED if held <= sizes[of]] or ["Give the --workdir of `gammalm figure`."]
+        raise ConfigError(f"{workdir}: its runs are not of scale {scale}: {', '.join(sorted(map(str, held - sizes[scale])))}. {fits[0]}")
 
 
 def train(figures: Sequence[Figure], grid: Grid, workdir: Path, **how) -> list[dict]:

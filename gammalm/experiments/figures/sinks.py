@@ -13,7 +13,6 @@ Read from the newest checkpoint of each run, over the first batches of every val
 import json
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 
@@ -90,11 +89,14 @@ def _differences(figure: str, first: _Side, second: _Side, labels: Mapping) -> l
     return rows
 
 
-def _panel(axes, sides: Sequence[tuple[_Side, dict]], floor: float) -> list[Line2D]:
-    """A line for each side against the layer, its seeds as small marks, intervals as bars; the uniform floor dashed. Gives the legend."""
+def _panel(axes, sides: Sequence[tuple[_Side, dict]], floor: float) -> tuple[list[Line2D], float]:
+    """A line for each side against the layer, its seeds as small marks, intervals as bars; the uniform floor dashed.
+
+    Gives the legend and the highest score.
+    """
     axes.set_xlabel("layer")
     axes.axhline(floor, color="#1b1f27", lw=1, ls="--")
-    inside, handles = [floor, 0.0], []
+    inside, handles = [floor], []
     for i, (side, look) in enumerate(sides):
         layers = [layer for layer in side.layers() if layer != "mean"]
         if not layers:
@@ -107,10 +109,9 @@ def _panel(axes, sides: Sequence[tuple[_Side, dict]], floor: float) -> list[Line
             inside += values
         handles.append(Line2D([], [], **look))
     handles.append(Line2D([], [], color="#1b1f27", lw=1, ls="--", label="even weights"))
-    axes.set_ylim(0, 1.2 * max(inside))  # the wide intervals of two seeds are cut off
     axes.margins(x=0.15)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    return handles
+    return handles, max(inside)
 
 
 CAPTION = (
@@ -134,16 +135,18 @@ def _draw(figure: str, title: str, study: Study, scale: str, arms: Sequence[str]
     canvas.suptitle(title, x=0.02, ha="left", fontsize=11, fontweight="bold")
     even = {name: statistics.Estimate(one.uniform[name], 0, None, None) for name in DEFINITIONS}
     rows = [point(figure, "uniform sink score", value, definition=name) for name, value in even.items()]
+    legend, tops = {}, []
     for axes, (name, sides, difference) in zip(canvas.subplots(1, len(found), sharey=True, squeeze=False)[0], found, strict=True):
-        handles = _panel(axes, sides, one.uniform[DRAWN])
+        handles, top = _panel(axes, sides, one.uniform[DRAWN])
+        legend |= {handle.get_label(): handle for handle in handles}
+        tops.append(top)
         axes.set_title(name, fontsize=10, loc="left")
         for side, _ in sides:
             rows += side.rows(figure, labels)
         rows += _differences(figure, *(side for side, _ in sides), {**labels, **difference})
-    tops = [axes.get_ylim()[1] for axes in canvas.axes]
-    canvas.axes[0].set_ylim(0, float(np.max(tops)))
+    canvas.axes[0].set_ylim(0, 1.2 * max(tops))  # of all panels, which share it; the wide intervals of two seeds are cut off
     canvas.axes[0].set_ylabel("sink score")
-    canvas.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9)
+    canvas.legend(handles=list(legend.values()), loc="outside lower center", ncols=3, fontsize=9)
     caption = CAPTION.format(unit=one.unit, queries=f"{one.queries:,}")
     return Drawing(canvas, rows, f"{title}. {caption} {about(runs, scale)}", notes=notes)
 
