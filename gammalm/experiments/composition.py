@@ -11,7 +11,6 @@ Quantities of the rows, shares from 0 to 1 with their 95 % interval over seeds; 
 A row counts the runs that have learned the task at all, and says how many have not (`unfit`): their answers on an unseen pair say nothing.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,10 +21,10 @@ from gammalm.analysis.composition import Answers, answer, judge
 from gammalm.data import composition as task
 from gammalm.errors import ConfigError
 from gammalm.experiments import plots
-from gammalm.experiments.figures.catalog import point
+from gammalm.experiments.figures.catalog import Drawing, point
+from gammalm.experiments.figures.run import write_files
 from gammalm.experiments.results import Run, Study
 from gammalm.experiments.statistics import estimate, paired
-from gammalm.files import write_text_atomic
 from gammalm.training.load import Loaded, load_model
 
 FIT = 0.95  # of the seen pairs' answers: a run below has not learned the task
@@ -125,8 +124,6 @@ def caption(study: Study, found: Sequence[tuple[Run, Answers]]) -> str:
 def write(study: Study, found: Sequence[tuple[Run, Answers]], rows: Sequence[dict]) -> Path:
     """Draws into `workdir`/figures/composition/{composition.png, composition.svg, numbers.jsonl, caption.txt} and gives that folder."""
     folder = study.workdir / "figures" / "composition"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(folder / "composition.svg", plots.save(draw(found, rows), folder, "composition"))
-    write_text_atomic(folder / "numbers.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    write_text_atomic(folder / "caption.txt", caption(study, found) + "\n")
+    drawing = Drawing(draw(found, rows), list(rows), caption(study, found))
+    write_files("composition", "Composing or repeating", drawing, folder)
     return folder

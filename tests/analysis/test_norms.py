@@ -11,9 +11,9 @@ from ..models.reference import small_config
 from .naive import CASES, Case
 
 INNER = {
-    "elementwise gate, qk-norm": {"q_norm", "k_norm"},
+    "elementwise gate, qk-norm, learned sink": {"q_norm", "k_norm"},
     "compressed mla, a mixture after two dense layers": {"q_norm", "kv_norm"},
-    "mla": {"kv_norm"},
+    "mla, sink of one": {"kv_norm"},
 }
 EPS = 1.0  # so large that it matters, and that some tokens lie below it
 

@@ -123,6 +123,7 @@ def test_snapshots_give_heat_maps_in_both_orders(watched):
         read_maps(watched, 5)
 
 
+@pytest.mark.full
 def test_a_snapshot_of_a_mixture(tmp_path):
     """Every expert has its stable rank, rows are compared of the first alone, zero rows dropped; the numbers are those of an analysis."""
     every = Model(small_config(ffn="moe", n_layers=2, model__moe__first_k_dense=1).model).specs
@@ -220,6 +221,7 @@ def test_a_row_that_is_lacking_where_it_goes_on_is_made_there(corpus, programs, 
     assert rows_of(tmp_path) == [row for row in rows_of(watched) if row["step"] >= 2]
 
 
+@pytest.mark.full
 def test_a_rollback_measures_again(corpus, programs, bad, tmp_path):  # noqa: F811
     """Steps 11 to 13 are made twice, with other batches: the rows are those of a run whose data never had the bad ones."""
     bad.add(BAD)
@@ -235,6 +237,7 @@ def test_a_rollback_measures_again(corpus, programs, bad, tmp_path):  # noqa: F8
     assert [row["step"] for row in rows_of(tmp_path / "run")] == list(range(STEPS + 1))
 
 
+@pytest.mark.full
 def test_a_halted_lane_is_measured_no_more(corpus, programs, tmp_path):  # noqa: F811
     asked = {"monitor.kinds": ("weights",), "monitor.points": 99}
     c = config(corpus, **asked, **{"optimizer.learning_rate": 1e30, "train.checkpoint_every": 9})  # no save reads the step before
@@ -273,6 +276,7 @@ def alike(folder, other, at=(0, 1, 2)):
             np.testing.assert_allclose([v for _, v in x], [v for _, v in y], rtol=2e-3, atol=1e-5)
 
 
+@pytest.mark.full
 def test_cells_of_one_program_are_measured_as_alone(corpus, programs, each_alone, tmp_path):  # noqa: F811
     train(*cells(corpus, tmp_path), on=programs, mode="map")
     alike(tmp_path, each_alone)

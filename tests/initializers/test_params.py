@@ -39,11 +39,12 @@ def test_measured_std_of_every_parameter(decoder_specs, init_config, preset, dep
     config = init_config(preset=preset, group_gammas=(0.5, 0.75, 1.0, 1.25), depth_scale=depth_scale)
     params = flat(init_params(specs, config, 0, **SIZES))
     assert params.keys() == specs.keys()
+    base, d = config.base_width, SIZES["d_model"]
     for row in init_table(specs, config, **SIZES):
         weights = params[row["path"]].astype(np.float64)
         assert weights.shape == tuple(row["shape"])
         if row["role"] == "norm":
-            assert (weights == 1).all()
+            assert (weights == (base / d if (preset, row["path"]) == ("mup", "final_norm/gain") else 1)).all()
             continue
         for layer in weights if row["layers"] else [weights]:
             assert layer.std() == pytest.approx(row["sigma"], rel=5 / math.sqrt(2 * layer.size)), row["path"]

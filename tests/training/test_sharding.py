@@ -221,9 +221,11 @@ def dense_mixture():
 
 @pytest.mark.parametrize(
     "name, micro_batches",
-    [("expert", 2), ("expert, tensor", 1)]
-    + [pytest.param(*case, marks=pytest.mark.full) for case in (("data", 1), ("expert", 1), ("fsdp, expert", 1), ("context", 1),
-                                                                ("expert, context", 2))],
+    [("expert", 2)]
+    + [
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in (("data", 1), ("expert", 1), ("fsdp, expert", 1), ("expert, tensor", 1), ("context", 1), ("expert, context", 2))
+    ],
 )
 def test_mixtures_equal_the_one_device_reference(dense_mixture, name, micro_batches):
     """Loss, gradient norm, balance loss, loads, bias and parameters, with remat, under micro-batches too."""

@@ -86,7 +86,7 @@ def _draw(figure: Figure, study: Study | None, folder: Path, scale: str) -> Made
         drawing = figure.draw(study if figure.reads else None, scale)
         missing = _missing(figure, study) if figure.reads else []
         rows = [_plain({"figure": figure.id, "scale": scale} | row) for row in drawing.rows]
-        _write(figure, dataclasses.replace(drawing, rows=rows, notes=[*missing, *drawing.notes]), folder)
+        write_files(figure.id, figure.title, dataclasses.replace(drawing, rows=rows, notes=[*missing, *drawing.notes]), folder)
     except GammalmError as error:
         return Made(figure.id, folder, error=str(error))
     except Exception as error:  # a fault in one figure must not take the others with it
@@ -106,18 +106,20 @@ def _missing(figure: Figure, study: Study) -> list[str]:
     return [said + "."] if left else []
 
 
-def _write(figure: Figure, drawing: Drawing, folder: Path) -> None:
+def write_files(id_: str, title: str, drawing: Drawing, folder: Path) -> None:
+    """Writes a drawn figure into `folder`, each file whole or not at all: <id>.png, <id>.svg, caption.txt, <id>.html where it has text,
+    and numbers.jsonl, last, because what lists figures looks for it. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(folder / f"{figure.id}.svg", plots.save(drawing.figure, folder, figure.id) + "\n")
+    write_text_atomic(folder / f"{id_}.svg", plots.save(drawing.figure, folder, id_) + "\n")
     write_text_atomic(folder / "caption.txt", "\n".join([drawing.caption, *drawing.notes]) + "\n")
-    text = folder / f"{figure.id}.html"
+    text = folder / f"{id_}.html"
     if drawing.html is None:
         text.unlink(missing_ok=True)
     else:
-        body = page.section(figure.id, f"{figure.id}: {figure.title}", drawing.html, page.paragraph(drawing.caption, "note"))
-        write_text_atomic(text, page.PAGE.substitute(title=escape(f"{figure.id}: {figure.title}"), body=body))
+        body = page.section(id_, f"{id_}: {title}", drawing.html, page.paragraph(drawing.caption, "note"))
+        write_text_atomic(text, page.PAGE.substitute(title=escape(f"{id_}: {title}"), body=body))
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in drawing.rows)
-    write_text_atomic(folder / "numbers.jsonl", lines)  # last: the page lists what has it
+    write_text_atomic(folder / "numbers.jsonl", lines)
 
 
 def _plain(row: dict) -> dict:
