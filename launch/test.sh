@@ -3,7 +3,7 @@
 #
 #   launch/test.sh [--full | --long] [pytest arguments]
 #
-# default   the newest Python in .venv-test; comparisons with torch and transformers (marker `parity`) on 3.11 in .venv-parity
+# default   the newest Python in .venv-test; comparisons with torch, transformers and lm-eval (marker `parity`) on 3.11 in .venv-parity
 # --full    adds the tests marked `full`, and the default tests on the 3.11 environment too; what .ci/run calls
 # --long    only the tests marked `long`: figures and evaluations
 # Both also put libtpu, which compiles for TPUs that are not there, into a folder of its own (.venv-libtpu). In .venv-test it would make
@@ -60,7 +60,7 @@ newest_version="$("$newest" -c 'import sys; print("%d.%d" % sys.version_info[:2]
 parity=.venv-parity
 if [ "$newest_version" = 3.11 ]; then
     parity=.venv-test
-    environment .venv-test "$newest" test,parity || { parity="" && environment .venv-test "$newest" test; }
+    environment .venv-test "$newest" test,parity,eval || { parity="" && environment .venv-test "$newest" test; }
 else
     environment .venv-test "$newest" test
 fi
@@ -95,7 +95,7 @@ long) suite "long, Python $newest_version" .venv-test "long" ;;
         summary+=("         parity: not run, it needs Python 3.11 (torch's CPU build installs there)")
     else
         if [ "$parity" = .venv-parity ]; then
-            environment "$parity" "$old" test,parity || parity=""
+            environment "$parity" "$old" test,parity,eval || parity=""
         fi
         if [ -z "$parity" ]; then
             summary+=("         parity: not run, its environment could not be installed")

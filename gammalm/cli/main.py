@@ -14,7 +14,7 @@ from gammalm import __version__
 from gammalm.errors import GammalmError
 from gammalm.files import DISK_FULL
 
-# Subcommand -> its line in `gammalm --help`; its module is gammalm.cli.<name>, imported only when it is the one chosen.
+# Subcommand -> its line in `gammalm --help`; its module is gammalm.cli.<name>, with _ for -, imported only when it is the one chosen.
 COMMANDS = {
     "train": "train one model",
     "grid": "train every cell of a grid, resumable, then write its report",
@@ -22,11 +22,21 @@ COMMANDS = {
     "figure": "one figure or table of the papers",
     "data": "prepare a corpus: tokenizer and token shards; look into one",
     "analyze": "measure what a model does: attention sinks, residual flow, norms and more",
+    "sample": "what a trained model writes after a prompt",
+    "eval": "score a trained model on benchmarks of lm-evaluation-harness",
+    "lm-eval": "the command line of lm-evaluation-harness, with our models",
     "inspect": "a config's parameters and how each is initialized",
     "plan": "what a run would take on hardware that is not there: memory, time, price",
     "export": "write a trained model for Hugging Face transformers",
     "import": "read a model of Hugging Face transformers",
 }
+
+
+HANDED_OVER = "lm-eval"  # whose arguments are another program's, all of them
+
+
+def _module(name: str):
+    return importlib.import_module(f"gammalm.cli.{name.replace('-', '_')}")
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
@@ -46,7 +56,7 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     )
     for name, line in COMMANDS.items():
         if name == chosen:
-            importlib.import_module(f"gammalm.cli.{name}").add_parser(subparsers)
+            _module(name).add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=line)
     return parser
@@ -55,6 +65,8 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 def run(argv: list[str]) -> int:
     """Parse `argv` and run its subcommand; SystemExit for help and for what argparse refuses, GammalmError for any other fault."""
     chosen = argv[0] if argv and argv[0] in COMMANDS else None
+    if chosen == HANDED_OVER and argv[1:] and argv[1] not in ("-h", "--help"):
+        return _module(chosen).hand_over(argv[1:])
     parser = build_parser(chosen)
     if chosen is None:
         parser.parse_args(argv)  # help, the version, or an unknown command: ends here
@@ -66,7 +78,7 @@ def run(argv: list[str]) -> int:
         args.overrides = overrides
     elif overrides:
         parser.error(f"gammalm {chosen} takes no {PREFIX}{overrides[0][0]}: it has no --config.")
-    return importlib.import_module(f"gammalm.cli.{chosen}").run(args)
+    return _module(chosen).run(args)
 
 
 def _fail(status: int, message: str) -> int:

@@ -1,6 +1,8 @@
-"""What kinds of `gammalm analyze` share: the model, of a run or fresh from a config, the batches that it reads, and how results leave."""
+"""What subcommands share that look at a model: the model, of a run or fresh from a config, its tokenizer, the batches that it
+reads, and how results leave."""
 
 import argparse
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -60,6 +62,34 @@ def load_subject(args: argparse.Namespace):
     model = Model(config.model)
     params = init_params(model.specs, config.init, config.seed, d_model=config.model.d_model, n_layers=config.model.n_layers)
     return Loaded(config, model, params, fresh_buffers(model), 0, None)
+
+
+def find_tokenizer(workdir: Path, loaded) -> Path | None:
+    """The tokenizer that the run was trained with, by its hash: in the run's folder, where import puts it, or in that of its data."""
+    from gammalm.data.shards import TOKENIZER
+
+    for path in (workdir / TOKENIZER, Path(loaded.config.data.path) / TOKENIZER):
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == loaded.tokenizer_sha256:
+            return path
+    return None
+
+
+def tokenizer_of(file: Path | None, workdir: Path, loaded):
+    """The tokenizer of a trained model (gammalm.data.tokenizer.Tokenizer): the run's own, or that of `file`.
+
+    Raises ConfigError where the run's is not found, where `file` is another, or where it has more tokens than the model.
+    """
+    from gammalm.data.tokenizer import Tokenizer
+
+    path = file or find_tokenizer(workdir, loaded)
+    if path is None:
+        raise ConfigError(f"The tokenizer of {workdir} is neither there nor in {loaded.config.data.path}. Name its file with --tokenizer.")
+    tokenizer = Tokenizer.load(path)
+    if loaded.tokenizer_sha256 not in (None, tokenizer.sha256):
+        raise ConfigError(f"{path} is another tokenizer than the model was trained with. Name that one.")
+    if tokenizer.vocab_size > loaded.config.model.vocab_size:
+        raise ConfigError(f"{path} has {tokenizer.vocab_size} tokens, the model {loaded.config.model.vocab_size}: it is another model's.")
+    return tokenizer
 
 
 def batches_of(args: argparse.Namespace, loaded) -> Iterator[dict]:

@@ -55,14 +55,14 @@ def pack_documents(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Doc
     start, length = pieces(starts, lengths, seq_len)
     order, first = [], [0]
     for begin in range(0, len(start), BLOCK):
-        for window in _best_fit(length[begin : begin + BLOCK], seq_len + 1):
+        for window in best_fit(length[begin : begin + BLOCK], seq_len + 1):
             order += [begin + p for p in window]
             first.append(len(order))
     order = np.array(order, np.int64)
     return DocumentIndex(np.array(first, np.int64), start[order], length[order], seq_len)
 
 
-def _best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """Windows (lists of piece numbers). Free room is a bit set over 0..capacity, so the fullest one that fits is a bit operation away."""
     windows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}  # free tokens -> windows with exactly so many

@@ -4,14 +4,10 @@ Everything is built in a temporary folder beside the result, which appears whole
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
 import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -19,7 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from gammalm.data import composition, open_mix, readers, shards, spool, tokenizer
+from gammalm.data.decontaminate import benchmark_screen
 from gammalm.data.fetch import fetch
+from gammalm.data.workers import pool
 from gammalm.errors import DataError
 from gammalm.files import DISK_FULL
 from gammalm.progress import Progress
@@ -30,6 +28,7 @@ IN_PROCESS_BYTES = 8 * 2**20  # smaller corpora are prepared in this process: wo
 ENCODED_AT_ONCE = 2**20  # bytes of text
 SAMPLE_BYTES = 10 * 2**20  # of text the tokenizer is trained on, the same for every group as far as it goes
 SAMPLE_DOCUMENT = 16 * 2**10  # characters of one document in the sample
+SCREEN = "screen"  # folder of what decontamination looks for
 WORKER_PROBLEMS = (BrokenProcessPool, MemoryError)
 
 
@@ -37,13 +36,15 @@ WORKER_PROBLEMS = (BrokenProcessPool, MemoryError)
 class Request:
     """What to prepare. `source`: open-mix, stdlib, tfds:NAME, composition[:EXAMPLES], or files as readers.file_tasks takes them.
     `max_mb`: megabytes of text (10^6 bytes; 0: all). `out`: the folder to make; None: data/<name of the source>.
-    `replace`: put it in the place of a corpus made with other arguments."""
+    `replace`: put it in the place of a corpus made with other arguments. `decontaminate`: benchmarks (data.benchmarks) of which no document
+    may hold a piece, or `all`."""
 
     source: tuple[str, ...]
     out: Path | None = None
     vocab_size: int = 16384
     max_mb: float = 0.0
     replace: bool = False
+    decontaminate: tuple[str, ...] = ()
     quiet: bool = False
 
     @property
@@ -57,10 +58,13 @@ class Request:
         """What the result depends on, as the manifest records it; files with their size and time of change."""
         stamps = {}
         if self.examples is not None:
-            return {"source": list(self.source), "vocab_size": composition.VOCAB_SIZE, "max_mb": 0.0, "files": {}}
+            if self.decontaminate:
+                raise DataError("--decontaminate looks for text, and the composition task has none. Leave it out.")
+            return {"source": list(self.source), "vocab_size": composition.VOCAB_SIZE, "max_mb": 0.0, "decontaminate": [], "files": {}}
         if not self._named:
             stamps = {t.name: [t.path.stat().st_size, t.path.stat().st_mtime_ns] for t in readers.file_tasks(list(self.source))}
-        return {"source": list(self.source), "vocab_size": self.vocab_size, "max_mb": self.max_mb, "files": stamps}
+        given = {"source": list(self.source), "vocab_size": self.vocab_size, "max_mb": self.max_mb}
+        return given | {"decontaminate": sorted(self.decontaminate), "files": stamps}
 
     @property
     def _named(self) -> bool:
@@ -142,9 +146,10 @@ def _already(out: Path, arguments: dict, replace: bool, note) -> dict | None:
     if not (out / shards.MANIFEST).is_file():
         raise DataError(f"{out} exists and is no prepared corpus. Choose another --out.")
     manifest = shards.read_manifest(out)
-    made = manifest["arguments"]
-    if any(made[name] != arguments[name] for name in ("source", "vocab_size", "max_mb")):
+    made = {"decontaminate": []} | manifest["arguments"]  # corpora made before it could be asked for
+    if any(made[name] != arguments[name] for name in ("source", "vocab_size", "max_mb", "decontaminate")):
         told = f"--source {' '.join(made['source'])} --vocab-size {made['vocab_size']} --max-mb {made['max_mb']:g}"
+        told += f" --decontaminate {' '.join(made['decontaminate'])}" if made["decontaminate"] else ""
         if not replace:
             raise DataError(f"{out} holds a corpus made with other arguments: {told}. Give another --out, or --replace to lose that one.")
         note(f"{out} was prepared with other arguments ({told}): it is replaced")
@@ -200,11 +205,15 @@ def _build(request: Request, arguments: dict, work: Path, note) -> dict:
         note(line)
     (spool_folder := work / "spool").mkdir()
     (work / "parts").mkdir()
+    screen = benchmark_screen(request.decontaminate, note) if request.decontaminate else None
+    if screen:
+        (work / SCREEN).mkdir()
+        screen.save(work / SCREEN)
     total = sum(task.size for task in tasks)
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     buckets = min(MAX_BUCKETS, max(1 if total <= IN_PROCESS_BYTES else 2 * workers, -(-total // BUCKET_BYTES)))
-    with _pool(0 if total <= IN_PROCESS_BYTES else workers) as run:
-        found = _read(tasks, spool_folder, buckets, run, request.quiet)
+    with pool(0 if total <= IN_PROCESS_BYTES else workers) as run:
+        found = _read(tasks, spool_folder, buckets, screen and work / SCREEN, run, request.quiet)
         unusable = [
             {"name": task.name, "group": task.source.group, "reason": part.problem}
             for task, part in zip(tasks, found, strict=True)
@@ -227,6 +236,8 @@ def _build(request: Request, arguments: dict, work: Path, note) -> dict:
         "sources": [_source_entry(task, found[i], duplicates[i]) for i, task in enumerate(tasks) if not found[i].problem],
         "left_out": left_out + unusable,
     }
+    if screen:
+        manifest["decontamination"] = screen.report(spool.merge(found).contamination)
     shards.write_manifest(result, manifest)
     return manifest
 
@@ -253,50 +264,12 @@ def _source_entry(task, found: spool.Spooled, duplicates: int) -> dict:
     }
 
 
-@contextlib.contextmanager
-def _pool(workers: int):
-    """A function that maps `function` over argument tuples in processes (0: in this one) and yields (position, result) as they finish."""
-    if not workers:
-        yield lambda function, arguments: ((i, function(*a)) for i, a in enumerate(arguments))
-        return
-    context = multiprocessing.get_context("spawn")  # a fork would copy the threads of a JAX that may be running here
-    others = multiprocessing.active_children()
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context, initializer=_worker_start) as pool:
-
-        def run(function, arguments):
-            futures = {pool.submit(function, *a): i for i, a in enumerate(arguments)}
-            for future in concurrent.futures.as_completed(futures):
-                yield futures[future], future.result()
-
-        try:
-            yield run
-        except BaseException:  # Ctrl-C too: what the workers still do is of no use
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in multiprocessing.active_children():
-                if worker not in others:
-                    worker.terminate()
-            raise
-
-
-def _worker_start():
-    """Ctrl-C ends the parent, which ends the workers; a parent that was killed cannot, so they look for it themselves."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = os.getppid()
-
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _read(tasks, folder: Path, buckets: int, run, quiet: bool) -> list[spool.Spooled]:
-    """Spool all tasks, the largest first. Raises DataError where nothing usable was found."""
+def _read(tasks, folder: Path, buckets: int, screen: Path | None, run, quiet: bool) -> list[spool.Spooled]:
+    """Spool all tasks, the largest first, but for what `screen` finds. Raises DataError where nothing usable was found."""
     order = sorted(range(len(tasks)), key=lambda i: -tasks[i].size)
     progress = Progress("reading", sum(t.size for t in tasks) / 1e6, "MB", quiet=quiet)
     found: list = [None] * len(tasks)
-    for position, result in run(spool.spool, [(tasks[i], i, folder, buckets) for i in order]):
+    for position, result in run(spool.spool, [(tasks[i], i, folder, buckets, screen) for i in order]):
         task = tasks[order[position]]
         found[order[position]] = result
         progress.advance(task.size / 1e6, task.name)

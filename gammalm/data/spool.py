@@ -12,6 +12,7 @@ import os
 import struct
 from pathlib import Path
 
+from gammalm.data.decontaminate import Contamination, Screen
 from gammalm.errors import DataError
 
 HEADER = struct.Struct("<16sIIHI")  # digest, task, number within the task, bytes of the group's name, bytes of the text
@@ -28,13 +29,14 @@ class LeftOut(Exception):
 @dataclasses.dataclass
 class Spooled:
     """What reading one task found: `documents` and `bytes` per group, skips by reason, the smallest split keys per group. `problem`: why
-    nothing of it was kept, where it was left out."""
+    nothing of it was kept, where it was left out. `contamination`: what was dropped for a piece of a benchmark."""
 
     documents: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     bytes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     skipped: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     lowest: dict = dataclasses.field(default_factory=dict)
     problem: str = ""
+    contamination: Contamination = dataclasses.field(default_factory=Contamination)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +59,16 @@ def split_key(digest: bytes) -> int:
     return int.from_bytes(digest[8:12], "little")
 
 
-def spool(task, index: int, folder: Path, buckets: int) -> Spooled:
+def spool(task, index: int, folder: Path, buckets: int, screen: Path | None = None) -> Spooled:
     """Write the documents of `task` (number `index`) into the bucket files of this process, up to the task's quota of bytes (0: all).
 
-    A task that is left out half-way takes back what it had written.
+    screen: folder of a saved `Screen`; documents in which it finds something are dropped and counted as `contaminated`. A task that is
+    left out half-way takes back what it had written.
     """
     files = [folder / f"{bucket:04d}-{os.getpid()}.bin" for bucket in range(buckets)]
     before = [file.stat().st_size if file.exists() else 0 for file in files]
     try:
-        return _spool(task, index, folder, files)
+        return _spool(task, index, folder, files, screen and Screen.load(screen))
     except LeftOut as reason:
         for file, size in zip(files, before, strict=True):
             if file.exists():
@@ -73,7 +76,7 @@ def spool(task, index: int, folder: Path, buckets: int) -> Spooled:
         return Spooled(problem=str(reason))
 
 
-def _spool(task, index: int, folder: Path, files: list[Path]) -> Spooled:
+def _spool(task, index: int, folder: Path, files: list[Path], screen: Screen | None) -> Spooled:
     found, buckets, total = Spooled(), len(files), 0
     held = [bytearray() for _ in files]
 
@@ -86,6 +89,10 @@ def _spool(task, index: int, folder: Path, files: list[Path]) -> Spooled:
         data = text.encode("utf-8")
         if not text.strip():
             found.skipped["empty"] += 1
+            continue
+        if screen and (contamination := screen.find(text)):
+            found.skipped["contaminated"] += 1
+            found.contamination.add(contamination)
             continue
         digest = hashlib.blake2b(data, digest_size=16).digest()
         bucket = int.from_bytes(digest[:4], "big") * buckets >> 32
@@ -118,6 +125,7 @@ def merge(parts: list[Spooled]) -> Spooled:
         whole.documents += part.documents
         whole.bytes += part.bytes
         whole.skipped += part.skipped
+        whole.contamination.add(part.contamination)
         for group, keys in part.lowest.items():
             _keep_lowest(whole.lowest.setdefault(group, []), keys)
     return whole

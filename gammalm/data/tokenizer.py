@@ -81,7 +81,11 @@ class Tokenizer:
 
     def decode(self, ids) -> str:
         """The text of token ids; control tokens stand for nothing, and bytes that are no UTF-8 (a character cut in two) become U+FFFD."""
-        return b"".join(self._bytes[int(i)] for i in ids).decode("utf-8", errors="replace")
+        return self.to_bytes(ids).decode("utf-8", errors="replace")
+
+    def to_bytes(self, ids) -> bytes:
+        """The UTF-8 of the text of token ids, of which a character may be cut in two; control tokens stand for nothing."""
+        return b"".join(self._bytes[int(i)] for i in ids)
 
     def token_bytes(self) -> np.ndarray:
         """int32 [V]: bytes of text that each token id stands for; 0 for control tokens. The denominator of bits per byte."""

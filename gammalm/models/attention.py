@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gammalm.models.cache import attend_kept
 from gammalm.models.kernels import attend
 from gammalm.models.parts import RMSNorm, declare, product, rotate
 
@@ -87,11 +88,29 @@ class Attention(nnx.Module):
         return {"q_norm": product(x_BTD, self.q[...]), "k_norm": product(x_BTD, self.k[...])} if self.normed else {}
 
     def __call__(self, x_BTD, angles, segments_BT, eps):
+        return self.attended(x_BTD, angles, segments_BT, eps)[0]
+
+    def attended(self, x_BTD, angles, segments_BT, eps):
+        """The layer's output [B, T, D]; and what a cache keeps of these tokens: keys and values [B, G, T, K]."""
+        q_BTGRK, k_BTGK, v_BTGK, sink_GR = self._parts(x_BTD, angles, eps)
+        y = attend(q_BTGRK, k_BTGK, v_BTGK, segments_BT, self.kernel, sink_GR)
+        return self._output(y, x_BTD), (jnp.swapaxes(k_BTGK, 1, 2), jnp.swapaxes(v_BTGK, 1, 2))
+
+    def extended(self, x_BTD, angles, eps, kept, lengths_B):
+        """The same of tokens that follow those of a cache: `kept` is keys and values [B, G, S, K], of which lengths_B [B] count."""
+        q_BTGRK, k_BTGK, v_BTGK, sink_GR = self._parts(x_BTD, angles, eps)
+        new = jnp.swapaxes(k_BTGK, 1, 2), jnp.swapaxes(v_BTGK, 1, 2)
+        y = attend_kept(q_BTGRK, kept, new, lengths_B, q_BTGRK.shape[-1] ** -0.5, sink_GR)
+        return self._output(y, x_BTD), new
+
+    def _parts(self, x_BTD, angles, eps):
+        """Queries [B, T, G, R, K], keys and values [B, T, G, K], softmax sinks [G, R] or None."""
         q_BTHK, k_BTGK = self.queries_keys(x_BTD, angles, eps)
-        v_BTGK = product(x_BTD, self.v[...])
         B, T, H, K = q_BTHK.shape
         G = k_BTGK.shape[2]
-        sink_GR = sink_logits(self, G, H // G)
-        y = attend(q_BTHK.reshape(B, T, G, H // G, K), k_BTGK, v_BTGK, segments_BT, self.kernel, sink_GR)
-        y_BTHK = gated(self, y.reshape(B, T, H, K), x_BTD)
-        return product(y_BTHK.reshape(B, T, H * K), self.out[...].reshape(H * K, -1))
+        return q_BTHK.reshape(B, T, G, H // G, K), k_BTGK, product(x_BTD, self.v[...]), sink_logits(self, G, H // G)
+
+    def _output(self, y_BTGRK, x_BTD):
+        B, T, G, R, K = y_BTGRK.shape
+        y_BTHK = gated(self, y_BTGRK.reshape(B, T, G * R, K), x_BTD)
+        return product(y_BTHK.reshape(B, T, G * R * K), self.out[...].reshape(G * R * K, -1))

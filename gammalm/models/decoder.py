@@ -191,7 +191,10 @@ class Decoder(nnx.Module):
 
     def logits(self, tokens_BT, segments_BT, eps):
         """All logits [B, T, V] in fp32: for short sequences and tests; training never holds them."""
-        x_BTD, _ = self.hidden(tokens_BT, segments_BT, eps)
+        return self.logits_of(self.hidden(tokens_BT, segments_BT, eps)[0])
+
+    def logits_of(self, x_BTD):
+        """fp32 logits [B, T, V] of normed last hidden states."""
         logits = jnp.einsum("btd,vd->btv", x_BTD, self.head_matrix().astype(x_BTD.dtype), preferred_element_type=jnp.float32)
         return softcap(logits, self.softcap)
 

@@ -66,18 +66,32 @@ def _each_device_its_tokens(function, summed: tuple[bool, ...]):
     return each
 
 
-def token_losses(x_BTD, w_VD, targets_BT, *, cap=0.0, chunk=1024):
-    """fp32 losses [B, T] in nats and log-sum-exps [B, T], forward only, for validation and measurements."""
+def _of_tokens(measure, x_BTD, w_VD, targets_BT, cap, chunk):
+    """The two numbers [B, T] of each token that `measure` makes of a chunk's logits [B, n, V] and targets [B, n]."""
 
-    def losses(x_BTD, w, targets_BT):
+    def measures(x_BTD, w, targets_BT):
         def one(_, args):
             x, targets = args
-            return None, _nll(_chunk_logits(x, w, cap), targets)
+            return None, measure(_chunk_logits(x, w, cap), targets)
 
         _, found = jax.lax.scan(one, None, _chunks(x_BTD, targets_BT, chunk=chunk))
         return tuple(jnp.moveaxis(a, 0, 1).reshape(targets_BT.shape) for a in found)
 
-    return _each_device_its_tokens(losses, (False, False))(x_BTD, w_VD.astype(x_BTD.dtype), targets_BT)
+    return _each_device_its_tokens(measures, (False, False))(x_BTD, w_VD.astype(x_BTD.dtype), targets_BT)
+
+
+def token_losses(x_BTD, w_VD, targets_BT, *, cap=0.0, chunk=1024):
+    """fp32 losses [B, T] in nats and log-sum-exps [B, T], forward only, for validation and measurements."""
+    return _of_tokens(_nll, x_BTD, w_VD, targets_BT, cap, chunk)
+
+
+def token_scores(x_BTD, w_VD, targets_BT, *, cap=0.0, chunk=1024):
+    """fp32 log-probabilities [B, T] of the targets in nats, and whether each is what greedy decoding takes (of equals the first), bool."""
+
+    def scores(logits_BnV, targets_Bn):
+        return -_nll(logits_BnV, targets_Bn)[0], jnp.argmax(logits_BnV, axis=-1) == targets_Bn
+
+    return _of_tokens(scores, x_BTD, w_VD, targets_BT, cap, chunk)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gammalm.models.attention import declare_gate, declare_sink, gated, sink_logits
+from gammalm.models.cache import attend_kept
 from gammalm.models.kernels import attend
 from gammalm.models.parts import RMSNorm, declare, product, rotate
 
@@ -48,19 +49,28 @@ class LatentAttention(nnx.Module):
         declare_gate(self, c.gate, embed, heads, m.v_dim)
         declare_sink(self, c.softmax_sink, heads)
 
-    def queries_keys(self, x_BTD, angles, eps):
-        """Queries and keys [B, T, H, N+P] with their last P channels rotated, and the normed latent [B, T, C] that values come from."""
+    def queries(self, x_BTD, angles, eps):
+        """[B, T, H, N+P], the last P channels rotated."""
         if self.compressed:
             q_BTHK = product(self.q_norm(product(x_BTD, self.q_down[...]), eps), self.q_up[...])
         else:
             q_BTHK = product(x_BTD, self.q[...])
+        return jnp.concatenate([q_BTHK[..., : self.nope_dim], rotate(q_BTHK[..., self.nope_dim :], angles)], axis=-1)
+
+    def latents(self, x_BTD, angles, eps):
+        """The normed latent [B, T, C], and the rotated part [B, T, P] of the keys of all heads."""
         latent_BTC = self.kv_norm(product(x_BTD, self.kv_down[...]), eps)
+        return latent_BTC, rotate(product(x_BTD, self.k_rope[...])[:, :, None], angles)[:, :, 0]
+
+    def keys(self, latent_BTC, rope_BTP):
+        """Of all heads [B, T, H, N+P]."""
         k_BTHN = product(latent_BTC, self.k_up[...])
-        k_BT1P = rotate(product(x_BTD, self.k_rope[...])[:, :, None], angles)
-        q_BTHP = rotate(q_BTHK[..., self.nope_dim :], angles)
-        k_BTHP = jnp.broadcast_to(k_BT1P, q_BTHP.shape)
-        q_BTHK = jnp.concatenate([q_BTHK[..., : self.nope_dim], q_BTHP], axis=-1)
-        return q_BTHK, jnp.concatenate([k_BTHN, k_BTHP], axis=-1), latent_BTC
+        k_BTHP = jnp.broadcast_to(rope_BTP[:, :, None], (*k_BTHN.shape[:3], rope_BTP.shape[-1]))
+        return jnp.concatenate([k_BTHN, k_BTHP], axis=-1)
+
+    def queries_keys(self, x_BTD, angles, eps):
+        """Queries and keys [B, T, H, N+P]; measurements of attention use them."""
+        return self.queries(x_BTD, angles, eps), self.keys(*self.latents(x_BTD, angles, eps))
 
     def norm_inputs(self, x_BTD):
         """What its own norms normalise, by their names: measurements use it."""
@@ -68,10 +78,33 @@ class LatentAttention(nnx.Module):
         return latents | ({"q_norm": product(x_BTD, self.q_down[...])} if self.compressed else {})
 
     def __call__(self, x_BTD, angles, segments_BT, eps):
-        q_BTHK, k_BTHK, latent_BTC = self.queries_keys(x_BTD, angles, eps)
-        v_BTHW = product(latent_BTC, self.v_up[...])
+        return self.attended(x_BTD, angles, segments_BT, eps)[0]
+
+    def attended(self, x_BTD, angles, segments_BT, eps):
+        """The layer's output [B, T, D]; and what a cache keeps of these tokens: latent and rotated part, [B, 1, T, C+P]."""
+        q_BTHK = self.queries(x_BTD, angles, eps)
+        latent_BTC, rope_BTP = self.latents(x_BTD, angles, eps)
+        k_BTHK, v_BTHW = self.keys(latent_BTC, rope_BTP), product(latent_BTC, self.v_up[...])
         sink_H1 = sink_logits(self, q_BTHK.shape[2], 1)
         y_BTH1W = attend(q_BTHK[:, :, :, None], k_BTHK, v_BTHW, segments_BT, self.kernel, sink_H1)
-        y_BTHW = gated(self, y_BTH1W[:, :, :, 0], x_BTD)
+        return self._output(y_BTH1W[:, :, :, 0], x_BTD), jnp.concatenate([latent_BTC, rope_BTP], axis=-1)[:, None]
+
+    def extended(self, x_BTD, angles, eps, kept_B1SX, lengths_B):
+        """The same of tokens that follow those of a cache, `kept` [B, 1, S, C+P], of which lengths_B [B] count.
+
+        No key or value of a head is expanded: the latents are one key, and one value, that all heads share. q·(W_k c) = (W_kᵀ q)·c, and the
+        mean of W_v c is W_v of the mean (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+        """
+        q_BTHK = self.queries(x_BTD, angles, eps)
+        new_B1TX = jnp.concatenate(self.latents(x_BTD, angles, eps), axis=-1)[:, None]
+        k_up_CHN, v_up_CHW = (up[...].astype(x_BTD.dtype) for up in (self.k_up, self.v_up))
+        q_BTHC = jnp.einsum("bthn,chn->bthc", q_BTHK[..., : self.nope_dim], k_up_CHN)
+        q_BT1HX = jnp.concatenate([q_BTHC, q_BTHK[..., self.nope_dim :]], axis=-1)[:, :, None]
+        sink = sink_logits(self, 1, q_BTHK.shape[2])
+        y_BT1HX = attend_kept(q_BT1HX, (kept_B1SX,) * 2, (new_B1TX,) * 2, lengths_B, q_BTHK.shape[-1] ** -0.5, sink)
+        y_BTHW = jnp.einsum("bthc,chw->bthw", y_BT1HX[:, :, 0, :, : k_up_CHN.shape[0]], v_up_CHW)
+        return self._output(y_BTHW, x_BTD), new_B1TX
+
+    def _output(self, y_BTHW, x_BTD):
         B, T, H, W = y_BTHW.shape
-        return product(y_BTHW.reshape(B, T, H * W), self.out[...].reshape(H * W, -1))
+        return product(gated(self, y_BTHW, x_BTD).reshape(B, T, H * W), self.out[...].reshape(H * W, -1))

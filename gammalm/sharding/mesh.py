@@ -5,7 +5,9 @@ mixture shared out), `context` (each sequence cut up), `tensor` (matrix products
 near each other talk fast (within a slice of TPUs, or a host of GPUs); of `data` and `fsdp` a factor may lie between slices.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -75,6 +77,21 @@ def make_mesh(sizes: dict[str, int], devices=None) -> Mesh:
     shape = mesh_shape(sizes, len(devices))
     placed = arrange(shape, between_slices(sizes, shape), list(devices))
     return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+@contextlib.contextmanager
+def on_mesh(mesh: Mesh) -> Iterator[None]:
+    """What programs over `mesh` run in, and whatever else looks at their arrays. XLA:CPU (JAX 0.12) deadlocks or aborts in the collectives
+    of training steps that it reads back from the compilation cache, so on CPUs programs over several devices are not put there."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    least = getattr(jax.config, name)
+    if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
+        jax.config.update(name, float("inf"))
+    try:
+        with jax.set_mesh(mesh):
+            yield
+    finally:
+        jax.config.update(name, least)
 
 
 def parameter_spec(axes: tuple[str, ...]) -> PartitionSpec:

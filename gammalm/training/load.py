@@ -12,13 +12,17 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gammalm.config import from_json, to_json, validate
+from gammalm.data.fetch import file_sha256
 from gammalm.data.load import Split, open_split
 from gammalm.data.shards import TOKENIZER
 from gammalm.errors import CheckpointError, ConfigError, DataError
 from gammalm.models.decoder import Model
+from gammalm.sharding.mesh import parameter_shardings
 from gammalm.training.checkpoint import Checkpointer
+from gammalm.training.integrity import SEAL
 from gammalm.trees import nested
 
 IMPORTED = "imported"  # folder of the weights that a run begins from instead of drawing them; a checkpoint of step 0
@@ -39,11 +43,11 @@ class Loaded:
     tokenizer_sha256: str | None
 
 
-def load_model(workdir: str | Path, step: int | None = None) -> Loaded:
-    """The model of `step` (None: the newest) in the run folder `workdir`, on the first device; the optimizer's state is not read.
+def load_model(workdir: str | Path, step: int | None = None, mesh: Mesh | None = None) -> Loaded:
+    """The model of `step` (None: the newest) in the run folder `workdir`; the optimizer's state is not read.
 
-    Step 0 is an imported model. Raises CheckpointError where there is no such checkpoint or it is damaged, ConfigError for a folder that
-    is no run's.
+    It lies on `mesh` as in training; None: on the first device. Step 0 is an imported model. Raises CheckpointError where there is no such
+    checkpoint or it is damaged, ConfigError for a folder that is no run's, or a mesh that does not divide the model.
     """
     workdir = Path(workdir)
     if not (workdir / "config.json").exists():
@@ -55,15 +59,20 @@ def load_model(workdir: str | Path, step: int | None = None) -> Loaded:
     with Checkpointer(workdir / "checkpoints") as checkpointer:
         steps = checkpointer.steps()
         if step is None and not steps or step == 0:
-            found = restore_imported(workdir, _abstract(model))
+            found = restore_imported(workdir, _abstract(model, mesh))
             if found is None:
                 raise CheckpointError(f"{workdir}/checkpoints holds no complete checkpoint. Train it first, or name another run.")
             step, (tree, tokenizer) = 0, found
         else:
             step = steps[-1] if step is None else step
-            tree, extra = checkpointer.restore_part(step, _abstract(model))
+            tree, extra = checkpointer.restore_part(step, _abstract(model, mesh))
             tokenizer = extra["tokenizer"]
     return Loaded(config, model, tree["params"], tree["buffers"], step, tokenizer)
+
+
+def weights_sha256(workdir: str | Path, step: int) -> str:
+    """Identifies the weights of a step (0: imported ones) wherever the run's folder lies. Raises OSError where there is no such step."""
+    return file_sha256(Path(workdir) / ("checkpoints" if step else IMPORTED) / f"{step:09d}" / SEAL)
 
 
 def validation_split(loaded: Loaded, sequences: int, path: str | Path | None = None) -> Split:
@@ -127,8 +136,13 @@ def save_model(workdir: str | Path, config, params: dict, buffers: dict, tokeniz
     to_json(config, workdir / "config.json")
 
 
-def _abstract(model: Model) -> dict:
+def _abstract(model: Model, mesh: Mesh | None) -> dict:
+    params = nested({path: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for path, spec in model.specs.items()})
+    if mesh is None:
+        return {"params": params, "buffers": model.buffers}
+    place = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)  # noqa: E731
+    whole = NamedSharding(mesh, PartitionSpec())
     return {
-        "params": nested({path: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for path, spec in model.specs.items()}),
-        "buffers": model.buffers,
+        "params": jax.tree.map(place, params, parameter_shardings(model.specs, mesh)),
+        "buffers": jax.tree.map(lambda a: place(a, whole), model.buffers),
     }

@@ -3,7 +3,6 @@
 A program serves one run (`cells=None`) or C runs side by side, whose states, batches and scalars then have a leading cell axis.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -20,7 +19,7 @@ from gammalm.initializers import STEP_PRESETS
 from gammalm.models.decoder import Model
 from gammalm.models.kernels import kernel_of
 from gammalm.sharding.devices import compiler_options
-from gammalm.sharding.mesh import batch_sharding, check_batch, make_mesh, parameter_shardings
+from gammalm.sharding.mesh import batch_sharding, check_batch, make_mesh, on_mesh, parameter_shardings
 from gammalm.training.optimizer import moments_like
 from gammalm.training.step import SCALARS, init_state, make_step, make_validation, over_cells
 
@@ -99,20 +98,9 @@ class Program:
         self._pick_weights = jax.jit(lambda state, i: jax.tree.map(lambda a: a[i], state), out_shardings=weights)
         self._one = one
 
-    @contextlib.contextmanager
     def on_mesh(self):
-        """What the functions below run in, and whatever else looks at their arrays: the mesh. XLA:CPU (JAX 0.12) deadlocks or aborts in the
-        collectives of training steps that it reads back from the compilation cache, so on CPUs programs over several devices are not put
-        there."""
-        name = "jax_persistent_cache_min_compile_time_secs"
-        least = getattr(jax.config, name)
-        if self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu":
-            jax.config.update(name, float("inf"))
-        try:
-            with jax.set_mesh(self.mesh):
-                yield
-        finally:
-            jax.config.update(name, least)
+        """What the functions below run in, and whatever else looks at their arrays."""
+        return on_mesh(self.mesh)
 
     def init(self, config):
         """A fresh state of one run, each shard made where it lives."""

@@ -1,0 +1,137 @@
+"""Scores of continuations against the decoder written out in float64, in every layout, cut, merged, and over devices."""
+
+import jax
+import numpy as np
+import pytest
+
+from gammalm.errors import ConfigError, DataError, TrainingError
+from gammalm.evaluation.batching import Request
+from gammalm.evaluation.scoring import LAYOUTS, Scorer
+from gammalm.models.decoder import Model
+from gammalm.sharding.mesh import make_mesh, on_mesh, parameter_shardings
+
+from ..models.reference import log_softmax, logits_of, random_buffers, random_params, small_config
+
+LONGEST = 24
+KINDS = {
+    "gated, grouped": dict(gate="elementwise", qk_norm=True, logit_softcap=5.0),
+    "latent, mixture": dict(attention="mla", ffn="moe", softmax_sink="learned", tie_embeddings=False),
+}
+
+
+def build(kind):
+    config = small_config(**KINDS[kind]).model
+    model = Model(config)
+    return model, random_params(model.specs), random_buffers(model)
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def built(request):
+    return build(request.param)
+
+
+def questions(seed=0, count=4):
+    """Choices after questions, one-token choices, the beginning of another request, and two that are too long."""
+    rng = np.random.default_rng(seed)
+    draw = lambda n: rng.integers(50, size=n).tolist()  # noqa: E731
+    found = []
+    for number in range(count):
+        question = draw(rng.integers(8, 15))
+        found += [Request(question, draw(rng.integers(1, 6))) for _ in range(3 if number else 1)]
+        found += [Request(question, [choice]) for choice in draw(3)]
+    found += [Request(found[0].context[:-2], found[0].context[-2:]), Request(draw(1), draw(LONGEST)), Request(draw(30), draw(3))]
+    order = rng.permutation(len(found))
+    return [found[i] for i in order]
+
+
+def reference(model, params, buffers, requests):
+    """(log-probability, greedy) of each, one by one in float64."""
+    found = []
+    for context, continuation in requests:
+        kept = [*context, *continuation][-LONGEST - 1 :]
+        logp = log_softmax(logits_of(params, model.config, np.array(kept[:-1]), buffers=buffers))[-len(continuation) :]
+        found.append((logp[np.arange(len(continuation)), continuation].sum(), (logp.argmax(-1) == continuation).all()))
+    return found
+
+
+def scorer_of(built, **how):
+    model, params, buffers = built
+    return Scorer(model, params, buffers, eps=model.config.norm_eps, max_length=LONGEST, **how)
+
+
+def scores_in_order(scorer, requests):
+    found = {score.index: score for score in scorer.score(requests)}
+    assert sorted(found) == list(range(len(requests)))
+    return [(found[i].logprob, found[i].greedy) for i in range(len(requests))]
+
+
+def with_greedy(built, requests):
+    """The same, and for some of them what greedy decoding writes instead."""
+    model, params, buffers = built
+    for context, continuation in requests[:4]:
+        written = list(context)
+        for _ in continuation:
+            written.append(int(logits_of(params, model.config, np.array(written), buffers=buffers)[-1].argmax()))
+        requests = [*requests, Request(context, written[len(context) :])]
+    return requests
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_scores_are_those_of_each_request_by_itself(built, layout):
+    requests = with_greedy(built, questions())
+    wanted = reference(*built, requests)
+    scorer = scorer_of(built, layout=layout, tokens=200)
+    found = scores_in_order(scorer, requests)
+    np.testing.assert_allclose([one[0] for one in found], [one[0] for one in wanted], rtol=0, atol=2e-5)
+    assert [one[1] for one in found] == [one[1] for one in wanted]
+    assert 3 <= sum(one[1] for one in found) < len(found)
+    counts = scorer.counts
+    assert (counts.requests, counts.cut, counts.cut_tokens) == (len(requests), 1, 33 - LONGEST - 1)
+    assert counts.sequences < counts.requests and counts.tokens < counts.computed
+
+
+def test_sharing_and_packing_save_work(monkeypatch):
+    monkeypatch.setattr(Scorer, "_call", lambda self, function, *arrays: (np.zeros(arrays[-1].shape),) * 2)  # the model is left out
+    requests = questions(count=12)
+    scorers = {layout: scorer_of(build("gated, grouped"), layout=layout, tokens=150) for layout in LAYOUTS}
+    for scorer in scorers.values():
+        assert sorted(score.index for score in scorer.score(requests)) == list(range(len(requests)))
+    tokens = {layout: scorer.counts.tokens for layout, scorer in scorers.items()}
+    assert tokens["plain"] == tokens["packed"] > 1.3 * tokens["shared"]
+    computed = {layout: scorer.counts.computed for layout, scorer in scorers.items()}
+    assert computed["packed"] < computed["plain"] and computed["auto"] == min(computed.values())
+
+
+@pytest.mark.parametrize(
+    "layout, sizes",
+    [
+        ("shared", {"data": 2, "fsdp": 2, "tensor": 2}),
+        pytest.param("packed", {"fsdp": 4, "context": 2}, marks=pytest.mark.full),
+        pytest.param("plain", {"data": 8}, marks=pytest.mark.full),
+    ],
+)
+def test_eight_devices_agree_with_one(layout, sizes):
+    """Some rows and beginnings of every batch are padding: 8 parts, few requests."""
+    model, params, buffers = built = build("gated, grouped")
+    requests = questions()
+    one = scores_in_order(scorer_of(built, layout=layout), requests)
+    mesh = make_mesh(sizes)
+    with on_mesh(mesh):
+        placed = jax.device_put(params, parameter_shardings(model.specs, mesh))
+        eight = scores_in_order(scorer_of((model, placed, buffers), layout=layout, mesh=mesh, tokens=50), requests)
+    np.testing.assert_allclose([s[0] for s in eight], [s[0] for s in one], rtol=0, atol=2e-5)
+    assert [s[1] for s in eight] == [s[1] for s in one]
+
+
+def test_faults_come_before_work_and_say_which():
+    model, params, buffers = built = build("gated, grouped")
+    with pytest.raises(DataError, match="Request 1 "):
+        list(scorer_of(built).score([Request([1], [2]), Request([], [2])]))
+    with pytest.raises(ConfigError, match="auto, shared, plain, packed"):
+        scorer_of(built, layout="wide")
+    with pytest.raises(ConfigError, match="context > 1"):
+        scorer_of(built, mesh=make_mesh({"context": 8}), layout="shared")
+    broken = jax.tree.map(lambda a: a * np.float32("nan"), params)
+    with pytest.raises(TrainingError, match="request 0 is nan"):
+        list(scorer_of((model, broken, buffers)).score([Request([1], [2])]))
+    assert list(scorer_of(built).score([])) == []
