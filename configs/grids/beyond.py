@@ -11,12 +11,13 @@
 | depth_scale | what do outputs divided by √(2L) change at each γ? 8 layers | 36 | 25 |
 | muon | is γ worth as much under Muon as under AdamW? | 60 | 15 |
 | length | does the gain of γ = 1 come with longer runs? one, three and nine times the steps, both architectures, 2 seeds | 48 | 45 |
+| sinks | is it the sink or the added nonlinearity? gates beside a softmax with one more, or a learned logit, in its denominator | 90 | 20 |
 | mup | does the best rate stay put over widths under the preset mup, where fan_in's moves? | 60 | 30 |
 
-Minutes are those of two cores: 13 s a cell for nano (about 40 with 8 layers), 25 for nano-96, 50 for nano-192. Every run has 500 ×
-16 × 128 = 1.0M tokens (under `length` that, 3.1M and 9.2M) and the settings of `grids/figures:scale=cpu`; the architecture is `adjusted`
-(ε = 1e-12, elementwise gate) where the question is not about it. Rates are axes where a verdict could rest on them: each γ has a best one
-of its own.
+Minutes are estimates for two cores from seconds per cell: 13 for nano (about 40 with 8 layers), 25 for nano-96, 50 for nano-192. Every run
+has 500 × 16 × 128 = 1.0M tokens (under `length` that, 3.1M and 9.2M) and the settings of `grids/figures:scale=cpu`; the architecture is
+`adjusted` (ε = 1e-12, elementwise gate) where the question is not about it. Rates are axes where a verdict could rest on them: each γ has a
+best one of its own.
 """
 
 import dataclasses
@@ -85,6 +86,21 @@ def _muon():
     return product(arms(**optimizers), values("gamma", (0.5, 1.0)), fixed(ARMS["adjusted"]))
 
 
+def _sinks():
+    """A gate can silence a head and also multiplies its output by a function of the input; a softmax sink can only silence it. Where the
+    sink is what costs loss, `one` and `learned` gain what a gate gains over `none`; where they lower the score and not the loss, the gate's
+    gain is of another kind. Scores are measured on the way (monitors.jsonl)."""
+    remedies = {
+        "none": {"gate": "none"},
+        "elementwise": {"gate": "elementwise"},
+        "headwise": {"gate": "headwise"},
+        "one": {"gate": "none", "model.softmax_sink": "one"},
+        "learned": {"gate": "none", "model.softmax_sink": "learned"},
+    }
+    shared = {"eps": 1e-12, "monitor.kinds": ("sink",), "monitor.points": 8}
+    return product(arms(**remedies), values("gamma", (0.5, 1.0)), fixed(shared))
+
+
 def _mup():
     """At nano's width, 48, both arms are one model. Heads keep their size and grow in number, as mup needs it."""
     presets = {"fan_in": {"init.preset": "fan_in"}, "mup": {"init.preset": "mup", "init.base_width": 48}}
@@ -98,6 +114,7 @@ STUDIES = {
     "depth_scale": Study(_depth_scale),
     "muon": Study(_muon, lrs="0.001/0.003/0.01/0.03/0.1"),
     "length": Study(_both_arms, lrs="0.003/0.01", seeds=2, lengths=(1, 3, 9)),
+    "sinks": Study(_sinks),
     "mup": Study(_mup, LADDER, "0.001/0.003/0.01/0.03/0.1", 1, {"nano-192": HEADS}),
 }
 

@@ -4,7 +4,6 @@ Shape legend: B examples, T tokens of an example without its answer; int32 array
 """
 
 import dataclasses
-from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -51,14 +50,10 @@ def judge(given_B, pair_B2, unseen: tuple[int, int], expected_B, mirrored_B) -> 
     Raises ValueError where the unseen pair, or every other, has no example.
     """
     right_B = given_B == expected_B
-    of = {pair: (pair_B2 == np.array(pair)).all(axis=1) for pair in _unique(map(tuple, pair_B2.tolist()))}
+    of = {pair: (pair_B2 == np.array(pair)).all(axis=1) for pair in dict.fromkeys(map(tuple, pair_B2.tolist()))}
     if unseen not in of or len(of) == 1:
         raise ValueError(f"examples of {unseen} and of other pairs are needed; there are those of {sorted(of)}")
     own_B = of.pop(unseen)
     by_pair = {pair: float(right_B[rows_B].mean()) for pair, rows_B in of.items()}
     mirrored = float((given_B == mirrored_B)[own_B].mean())
     return Answers(float(np.mean(list(by_pair.values()))), by_pair, float(right_B[own_B].mean()), mirrored, int(own_B.sum()))
-
-
-def _unique(pairs: Iterable) -> list:
-    return list(dict.fromkeys(pairs))

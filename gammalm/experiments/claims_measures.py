@@ -7,7 +7,7 @@ are those that experiments/figures write.
 from collections.abc import Callable, Iterable, Mapping
 
 from gammalm.experiments.claims import ABOVE, BELOW, FIXED, Part, Region, Rows, across, exactly, measured
-from gammalm.experiments.statistics import estimate
+from gammalm.experiments.statistics import estimate, paired
 
 Measure = Callable[[Rows, str], list[Part]]
 TOLERANCE = 0.02  # of an exponent in the width
@@ -202,8 +202,8 @@ def gammas_apart(quantity: str, read: Callable[[Curve], float], region: Region, 
     def measure(rows: Rows, rate: str) -> list[Part]:
         found = {gamma: rows.pick(quantity, gamma=gamma, rate=rate) for gamma in (0.5, 1.0)}
         standard, small = (_by_seed(found[gamma], read) for gamma in (0.5, 1.0))
-        differences = [small[seed] - standard[seed] for seed in sorted(small) if seed in standard]
-        return [Part(what, estimate(differences), region, found[0.5] + found[1.0])] if differences else []
+        difference = paired(standard, small)
+        return [Part(what, difference, region, found[0.5] + found[1.0])] if difference else []
 
     return measure
 

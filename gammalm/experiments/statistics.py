@@ -54,10 +54,11 @@ def estimate(values: Iterable[float], level: float = LEVEL) -> Estimate | None:
 
 def paired(first: Losses, second: Losses) -> Estimate | None:
     """The mean of second − first over the seeds that both have; None when they share none."""
-    return estimate(_differences(first, second).values())
+    return estimate(differences(first, second).values())
 
 
-def _differences(first: Losses, second: Losses) -> dict[int, float]:
+def differences(first: Losses, second: Losses) -> dict[int, float]:
+    """seed -> second − first, of the seeds that both have."""
     return {seed: second[seed] - first[seed] for seed in sorted(first) if seed in second}
 
 
@@ -219,7 +220,7 @@ def gap_contrasts(found: Iterable[Difference], arms: Mapping[str, tuple[str, str
     for one, other in itertools.combinations(found, 2):
         same = (one.first, one.second, one.rate) == (other.first, other.second, other.rate)
         if same and one.group in arms and other.group in arms and arms[one.group][0] == arms[other.group][0]:
-            by_seed = _differences(one.by_seed, other.by_seed)
+            by_seed = differences(one.by_seed, other.by_seed)
             if by_seed:
                 name = " · ".join(filter(None, (arms[one.group][0], f"{one.first} → {one.second}")))
                 titles = (arms[one.group][1], arms[other.group][1])
@@ -247,7 +248,7 @@ def _at_best(table: Table, best: Mapping, group: str, sides: list[tuple[str, flo
 
 def _difference(table: Table, group: str, keys: list, titles: list[str], rate: float | None) -> list[Difference]:
     """The difference as a list of one; empty when a side has no result or they share no seed."""
-    by_seed = _differences(*(table.get(key, {}) for key in keys))
+    by_seed = differences(*(table.get(key, {}) for key in keys))
     if not by_seed:
         return []
     return [Difference(group, titles[0], titles[1], rate, (keys[0][2], keys[1][2]), estimate(by_seed.values()), by_seed)]

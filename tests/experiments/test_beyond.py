@@ -20,6 +20,7 @@ STUDIES = {
                  "model.n_kv_heads"}),
     "length": (48, {"init.gamma", "init.group_gammas", "model.norm_eps", "model.gate", "model.d_ff", "train.steps", "train.log_every",
                     "train.checkpoint_every", "optimizer.warmup_steps"}),
+    "sinks": (90, {"init.gamma", "init.group_gammas", "model.gate", "model.softmax_sink", "model.d_ff"}),
     "depth_scale": (36, {"init.gamma", "init.group_gammas", "init.depth_scale"}),
 }  # fmt: skip
 
@@ -50,6 +51,21 @@ def test_the_embedding_has_a_gamma_of_its_own():
         seen.add((embedding, body[0], config.model.norm_eps))
     assert seen == set(itertools.product((0.5, 1.25), (0.5, 1.25), (1e-5, 1e-12)))
     assert 192**-2.5 < 1e-5 < 192**-1  # only the larger γ meets the barrier
+
+
+def test_arms_of_sinks_differ_in_the_remedy():
+    seen = {}
+    for cell in load_grid("grids/beyond:study=sinks").cells:
+        c = cell.config()
+        seen.setdefault(cell.labels["arm"], set()).add((c.model.gate, c.model.softmax_sink, c.model.d_ff))
+        assert c.model.norm_eps == 1e-12 and c.monitor.kinds == ("sink",)
+    assert seen == {
+        "none": {("none", "none", 128)},
+        "elementwise": {("elementwise", "none", 112)},
+        "headwise": {("headwise", "none", 128)},
+        "one": {("none", "one", 128)},
+        "learned": {("none", "learned", 128)},
+    }
 
 
 def test_arguments_replace_what_a_study_has():

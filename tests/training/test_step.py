@@ -132,7 +132,9 @@ def documents():
     return {"tokens": draw(0, rows=8), "segments": segments}
 
 
-@pytest.mark.parametrize("ffn, remat", [("dense", "none"), pytest.param("moe", "none", marks=pytest.mark.full), ("moe", "full")])
+@pytest.mark.parametrize(
+    "ffn, remat", [("dense", "none"), *(pytest.param("moe", remat, marks=pytest.mark.full) for remat in ("none", "full"))]
+)
 def test_micro_batches_equal_one_large_batch(documents, ffn, remat):
     """Loss and gradients to 1e-6 of their norms: sums in another order. Of mixtures the loads exactly: remat counts nothing twice."""
     how = {} if ffn == "dense" else {"model__moe__backend": "auto" if remat == "full" else "dense"}
@@ -159,6 +161,7 @@ def test_micro_batches_equal_one_large_batch(documents, ffn, remat):
             np.testing.assert_allclose(cut_measured[name], values, rtol=0 if values.dtype == jnp.int32 else 1e-6)
 
 
+@pytest.mark.full
 def test_the_bias_moves_against_the_load_once_per_step():
     """Up for less than the mean load, down for more, by bias_rate; not at all in a step that halted, nor at rate 0."""
     load = np.array([[4, 4, 0, 8], [5, 5, 5, 5]])

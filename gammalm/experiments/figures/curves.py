@@ -96,8 +96,7 @@ def _contrast(id_: str, pairs: Sequence[_Pair], runs: Sequence[Run]) -> list[dic
     if len(pairs) != 2 or pairs[0].shared["size"] != pairs[1].shared["size"]:
         return []
     sides = [[losses_of(runs, **pair.shared, **side) for side in (pair.base, pair.changed)] for pair in pairs]
-    first, second = ({seed: changed[seed] - base[seed] for seed in base if seed in changed} for base, changed in sides)
-    contrast = statistics.paired(first, second)
+    contrast = statistics.paired(*(statistics.differences(base, changed) for base, changed in sides))
     if contrast is None:
         return []
     size, name = pairs[0].shared["size"], f"{pairs[0].quantity.removesuffix(' effect')} contrast"
