@@ -25,6 +25,7 @@ setup(
         "clu>=0.0.12,<0.1",
         "flax>=0.12.8,<0.13",
         "grain>=0.2.18,<0.3",
+        "importlib_resources>=6.4,<8",  # tensorflow-datasets imports it and does not declare it
         "jax>=0.10,<0.13",
         "matplotlib>=3.9,<4",
         "ml-collections>=1.1,<2",

@@ -88,8 +88,10 @@ SIZES = {
 ARGS = {
     "size": "125m",
     "gamma": 1.0,
-    "eps": 1e-12,
-    "gate": "elementwise",
+    "style": "gamma",  # gamma | gpt2: LayerNorm, two-matrix GELU layers with biases, learned positions
+    "preset": "",  # of init; fixup and deepnorm set what they change of the model as well. Empty: fan_in
+    "eps": 0.0,  # 0: 1e-12, of style gpt2 1e-5
+    "gate": "",  # none | headwise | elementwise; empty: elementwise, of style gpt2 none
     "attention": "mha",  # mha | mla
     "match_width": True,  # shrink F under the elementwise gate so that parameter counts match
     "vocab": 0,
@@ -111,9 +113,15 @@ def get_config(arg: str = "") -> ConfigDict:
     args = typed_args(arg, ARGS, where="configs/lm.py")
     if args.size not in SIZES:
         raise ConfigError(f"configs/lm.py: size={args.size!r} is none of {', '.join(SIZES)}.")
+    if args.style not in ("gamma", "gpt2"):
+        raise ConfigError(f"configs/lm.py: style={args.style!r} is none of gamma, gpt2.")
     if args.attention not in ("mha", "mla"):
         raise ConfigError(f"configs/lm.py: attention={args.attention!r} is none of mha, mla.")
     size = SIZES[args.size]
+    gpt2 = args.style == "gpt2"
+    if gpt2 and (size.experts or args.attention == "mla"):
+        raise ConfigError("configs/lm.py: style=gpt2 has multi-head attention and dense layers; choose a dense size and attention=mha.")
+    gate = args.gate or ("none" if gpt2 else "elementwise")
     seq_len = args.seq_len or size.seq_len
     batch = args.batch or max(1, size.batch_tokens // seq_len)
     steps = args.steps or max(1, round(size.total_tokens / (batch * seq_len)))
@@ -139,7 +147,10 @@ def get_config(arg: str = "") -> ConfigDict:
         c.model.head_dim = size.head_dim
         c.model.qk_norm = False
     c.model.attention_kernel = "auto"  # auto | blockwise | cudnn | splash
-    c.model.ffn = "moe" if size.experts else "dense"
+    c.model.ffn = "moe" if size.experts else "mlp" if gpt2 else "dense"  # dense: SwiGLU | mlp: two matrices | moe
+    if gpt2:
+        c.model.activation = "gelu_tanh"  # relu | gelu | gelu_tanh | silu | tanh
+        c.model.biases = True  # of attention's matrices and the feed-forward layer's
     if size.experts:
         c.model.moe = ConfigDict()
         c.model.moe.n_experts = size.experts.n_experts
@@ -152,12 +163,18 @@ def get_config(arg: str = "") -> ConfigDict:
         c.model.moe.bias_rate = size.experts.bias_rate  # step of the selection bias against unequal load; 0: none
         c.model.moe.balance_loss = 1e-4  # weight of the sequence-wise balance loss; 0: none
         c.model.moe.backend = "auto"  # auto | dense | blocked | ragged | tokamax
-    c.model.d_ff = size.d_ff_gated if args.gate == "elementwise" and args.match_width else size.d_ff
-    c.model.norm_eps = args.eps
-    c.model.gate = args.gate  # none | headwise | elementwise
+    c.model.d_ff = 4 * size.d_model if gpt2 else size.d_ff_gated if gate == "elementwise" and args.match_width else size.d_ff
+    c.model.norm = "fixup" if args.preset == "fixup" else "layer" if gpt2 or args.preset == "deepnorm" else "rms"  # or none
+    c.model.norm_eps = args.eps or (1e-5 if gpt2 else 1e-12)
+    c.model.residual = "deepnorm" if args.preset == "deepnorm" else "pre"  # pre | post | deepnorm: where a branch is normalised
+    c.model.gate = gate  # none | headwise | elementwise
     c.model.softmax_sink = "none"  # one more term in the softmax's denominator: none | one (exp 0) | learned (exp s, an s per head)
-    c.model.tie_embeddings = size.tie_embeddings
-    c.model.rope_theta = 10_000.0
+    c.model.tie_embeddings = size.tie_embeddings and args.preset != "fixup"  # whose head starts at 0
+    c.model.positions = "learned" if gpt2 else "rope"
+    if gpt2:
+        c.model.max_positions = seq_len  # that are learned
+    else:
+        c.model.rope_theta = 10_000.0
     c.model.logit_softcap = 0.0  # 0: none
     c.model.dtype = "bfloat16"  # of matrix products; norms, softmax and loss are fp32 always
     c.model.residual_dtype = "bfloat16"
@@ -166,7 +183,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.loss_chunk = 1024  # tokens whose logits exist at one time; 0: all
 
     c.init = ConfigDict()
-    c.init.preset = "fan_in"
+    c.init.preset = args.preset or "fan_in"
     c.init.gamma = args.gamma
     c.init.group_gammas = (args.gamma,) * 4  # embedding+head, qk, vo, ffn: read by preset "groups" alone
     c.init.base_width = 256  # d_model at which preset "mup" is "fan_in": read by it alone
@@ -192,7 +209,7 @@ def get_config(arg: str = "") -> ConfigDict:
     c.optimizer.b2 = 0.95
     c.optimizer.eps = 1e-8
     c.optimizer.weight_decay = 0.1
-    c.optimizer.no_decay = ("norm",)  # parameter roles without weight decay
+    c.optimizer.no_decay = ("norm", "bias") if gpt2 or args.preset in ("fixup", "deepnorm") else ("norm",)  # roles without weight decay
     c.optimizer.clip = 1.0  # global gradient norm; 0: none
     c.optimizer.schedule = "cosine"  # cosine | wsd | constant
     c.optimizer.warmup_steps = round(steps * size.warmup_share)

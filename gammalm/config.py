@@ -20,7 +20,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from gammalm.config_checks import leaves, validate
+from gammalm.config_checks import is_net, leaves, validate
 from gammalm.errors import ConfigError, GammalmError
 from gammalm.files import write_json_atomic
 
@@ -31,6 +31,7 @@ __all__ = [
     "configs_folder",
     "did_you_mean",
     "from_json",
+    "is_net",
     "leaves",
     "load_config",
     "load_module",
@@ -257,7 +258,7 @@ LATER = {
     "model.attention_kernel": "auto", "train.stall_timeout": 1800.0, "mesh.context": 1, "mesh.dcn_data": 1, "mesh.dcn_fsdp": 1,
     "train.spike": "off", "train.spike_window": 128, "train.spike_sigma": 6.0, "train.spike_rollbacks": 3, "data.loss": "all",
     "model.softmax_sink": "none", "monitor.kinds": (), "monitor.points": 24, "optimizer.kind": "adamw",
-    "init.base_width": 256,
+    "init.base_width": 256, "model.norm": "rms", "model.residual": "pre", "model.positions": "rope",
 }  # fmt: skip
 
 
@@ -278,7 +279,7 @@ def from_json(path: str | os.PathLike) -> ConfigDict:
         raise ConfigError(f"{path} cannot be read as a saved config: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no config: it must be one JSON object.")
-    for name, value in LATER.items():
+    for name, value in () if is_net(data) else LATER.items():
         group, _, leaf = name.partition(".")
         if isinstance(data.setdefault(group, {}), dict):
             data[group].setdefault(leaf, value)

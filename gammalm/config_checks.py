@@ -56,9 +56,11 @@ RULES: dict[str, Check] = {
     "model.softmax_sink": _one_of("none", "one", "learned"),
     "model.attention": _one_of("mha", "mla"),
     "model.attention_kernel": _one_of("auto", "blockwise", "cudnn", "splash"),
-    "model.ffn": _one_of("dense", "moe"),
+    "model.ffn": _one_of("dense", "mlp", "moe"),
+    "model.norm": _one_of("rms", "layer", "none", "fixup"),
+    "model.residual": _one_of("pre", "post", "deepnorm"),
+    "model.positions": _one_of("rope", "learned"),
     "model.tie_embeddings": _BOOL,
-    "model.rope_theta": _POSITIVE,
     "model.logit_softcap": _NOT_NEGATIVE,
     "model.dtype": _DTYPE,
     "model.residual_dtype": _DTYPE,
@@ -129,7 +131,13 @@ KINDS: dict[tuple[str, str], dict[str, Check]] = {
         "model.mla.rope_dim": _EVEN,
         "model.mla.v_dim": _whole(1),
     },
+    ("model.positions", "rope"): {"model.rope_theta": _POSITIVE},
+    ("model.positions", "learned"): {"model.max_positions": _whole(1)},
     ("model.ffn", "dense"): {},
+    ("model.ffn", "mlp"): {
+        "model.activation": _one_of("relu", "gelu", "gelu_tanh", "silu", "tanh"),
+        "model.biases": _BOOL,
+    },
     ("model.ffn", "moe"): {
         "model.moe.n_experts": _whole(1),
         "model.moe.top_k": _whole(1),
@@ -143,6 +151,38 @@ KINDS: dict[tuple[str, str], dict[str, Check]] = {
         "model.moe.backend": _one_of("auto", "dense", "blocked", "ragged", "tokamax"),
     },
 }
+
+# Inputs and outputs of the tables that small supervised nets learn.
+NET_ENDS = {"mnist": (784, 10), "wine-red": (11, 1), "wine-quality": (11, 1)}
+# A small supervised net (configs/mlp.py) is what has model.widths. These are all its leaves.
+NET_RULES: dict[str, Check] = {
+    "seed": RULES["seed"],
+    "model.widths": (
+        "at least two whole numbers of at least 1: inputs, hidden layers, outputs",
+        lambda v: isinstance(v, tuple | list) and len(v) >= 2 and all(_is_int(width) and width >= 1 for width in v),
+    ),
+    "model.activation": _one_of("relu", "gelu", "gelu_tanh", "silu", "tanh", "elu"),
+    "model.biases": _BOOL,
+    "init.preset": _one_of(
+        "fan_in", "fixed_std", "kaiming_normal", "kaiming_uniform", "lecun_normal", "lecun_uniform", "orthogonal", "torch_linear",
+        "xavier_normal", "xavier_uniform",
+    ),
+    "init.gamma": _NOT_NEGATIVE,
+    "init.truncate": _NOT_NEGATIVE,
+    "init.rules": _TEXTS,
+    "data.name": _one_of(*NET_ENDS),
+    "data.path": ("a text, empty for the cache", lambda v: isinstance(v, str)),
+    "data.standardize": _BOOL,
+    "batch.examples": _whole(1),
+    "optimizer.kind": _one_of("sgd", "adam"),
+    "optimizer.learning_rate": _NOT_NEGATIVE,
+    "train.epochs": _whole(1),
+}  # fmt: skip
+
+
+def is_net(config) -> bool:
+    """Whether a config, or one as plain dicts, is of a small supervised net and not of a decoder."""
+    return "widths" in getattr(config.get("model"), "keys", tuple)()
 
 
 def _read(config: ConfigDict, name: str) -> Any:
@@ -197,6 +237,7 @@ def _across(c: ConfigDict) -> list[str]:
                 f"model.moe.first_k_dense={e.first_k_dense} leaves none of model.n_layers={m.n_layers} for a mixture; lower it, or choose "
                 "a dense size."
             )
+    found += _parts(c)
     if b.sequences % b.micro_batches:
         found.append(f"batch.sequences={b.sequences} is no multiple of batch.micro_batches={b.micro_batches}; change one of them.")
     if o.warmup_steps > steps:
@@ -220,8 +261,36 @@ def _across(c: ConfigDict) -> list[str]:
     return found
 
 
+def _parts(c: ConfigDict) -> list[str]:
+    """Breaches of what parts of a decoder need of each other, and presets of them."""
+    found, m = [], c.model
+    plain = m.attention == "mha" and m.ffn in ("dense", "mlp")
+    if m.attention == "mla" and (m.positions == "learned" or (m.ffn == "mlp" and m.biases)):
+        found.append("model.attention='mla' has a rotated part and no biases: it needs model.positions='rope' and model.biases=False.")
+    if m.residual != "pre" and m.norm not in ("rms", "layer"):
+        found.append(f"model.residual={m.residual!r} normalises each branch's sum; model.norm={m.norm!r} does not. Set it to rms or layer.")
+    if m.norm == "fixup" and not plain:
+        found.append("model.norm='fixup' has scalars for model.attention='mha' with model.ffn 'dense' or 'mlp'; choose these.")
+    if m.norm in ("none", "fixup") and "norm" in c.monitor.kinds:
+        found.append(f"monitor.kinds: there is no norm to measure under model.norm={m.norm!r}; leave it out.")
+    if m.positions == "learned" and c.data.seq_len > m.max_positions:
+        found.append(f"data.seq_len={c.data.seq_len} is more than model.max_positions={m.max_positions}; raise that, or read less.")
+    if c.init.preset == "fixup" and (m.norm != "fixup" or m.tie_embeddings):
+        found.append("init.preset='fixup' belongs to model.norm='fixup' and an untied head, which it sets to 0: lm:preset=fixup has all.")
+    if c.init.preset == "deepnorm" and (m.residual != "deepnorm" or not plain):
+        found.append(
+            "init.preset='deepnorm' belongs to model.residual='deepnorm' with model.attention='mha' and model.ffn 'dense' or 'mlp': "
+            "lm:preset=deepnorm has all but the last two."
+        )
+    if c.init.preset == "mup" and (m.norm not in ("rms", "layer") or m.residual != "pre"):
+        found.append("init.preset='mup' sets the final norm's gain: it needs model.residual='pre' and model.norm rms or layer.")
+    return found
+
+
 def validate(config: ConfigDict) -> ConfigDict:
     """`config` itself, when every static rule holds. Raises one ConfigError that lists every breach: what, where, what to do."""
+    if is_net(config):
+        return _validate_net(config)
     found = _alone(config, RULES)
     for (leaf, kind), rules in KINDS.items() if not found else ():
         if _read(config, leaf) != kind:
@@ -230,7 +299,7 @@ def validate(config: ConfigDict) -> ConfigDict:
         if missing:
             found.append(
                 f"{leaf}={kind!r} needs {', '.join(missing)}, which this config has not. Choose the kind where the config is made "
-                "(lm:attention=mla, or the size of a mixture), not as an override."
+                "(lm:attention=mla, lm:style=gpt2, or the size of a mixture), not as an override."
             )
         else:
             found += _alone(config, rules)
@@ -239,6 +308,20 @@ def validate(config: ConfigDict) -> ConfigDict:
         kinds = ", ".join(f"{leaf}={_read(config, leaf)!r}" for leaf in dict.fromkeys(leaf for leaf, _ in KINDS))
         found.append(f"{', '.join(idle)}: nothing reads this under {kinds}. Remove it, or choose the kind where the config is made.")
     found = found or _across(config)
+    return _refuse(config, found)
+
+
+def _refuse(config: ConfigDict, found: list[str]) -> ConfigDict:
+    """`config`, unless something was found."""
     if found:
         raise ConfigError("bad config:" + (" " if len(found) == 1 else "\n  ") + "\n  ".join(found))
     return config
+
+
+def _validate_net(config: ConfigDict) -> ConfigDict:
+    found = _alone(config, NET_RULES)
+    if idle := [name for name in leaves(config) if name not in NET_RULES]:
+        found.append(f"{', '.join(idle)}: a net (model.widths) does not read this; remove it.")
+    if not found and (config.model.widths[0], config.model.widths[-1]) != (needed := NET_ENDS[config.data.name]):
+        found.append(f"model.widths={config.model.widths} must begin and end with {needed} for data.name={config.data.name!r}.")
+    return _refuse(config, found)

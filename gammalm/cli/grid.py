@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from gammalm.cli.options import add_config
+from gammalm.cli.options import add_config, refuse_net
 from gammalm.cli.together import add_processes, together
 from gammalm.errors import ConfigError
 from gammalm.memory import keep_freed_memory
@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
         for cell in grid.cells:
             print(json.dumps({"cell": cell.name, "labels": dict(cell.labels)}) if args.json else cell.name)
         return 0
+    refuse_net(grid.cells[0].config(), args.config)
     if args.workdir is None:
         raise ConfigError("gammalm grid needs --workdir W, the folder for its cells and report (or --list).")
     with together(args) as notice:

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(
         f"{describe_parameters(model)}: {m.n_layers} layers, width {m.d_model}, {_attention(m)}, {_ffn(m)}, "
-        f"vocabulary {m.vocab_size} ({'tied' if m.tie_embeddings else 'untied'} head), gate {m.gate}, norm eps {m.norm_eps:g}"
+        f"vocabulary {m.vocab_size} ({'tied' if m.tie_embeddings else 'untied'} head), gate {m.gate}, {_norms(m)}"
     )
     print(
         f"{config.train.steps:,} steps of {config.batch.sequences} x {config.data.seq_len} tokens "
@@ -55,9 +55,17 @@ def describe_parameters(model) -> str:
     return f"{total:,} parameters" + (f" ({active:,} active)" if active != total else "")
 
 
+def _norms(m) -> str:
+    """Of a default decoder its ε alone; else also what differs."""
+    kinds = {"rms": "norm", "layer": "LayerNorm", "none": "no norm", "fixup": "scalars for norms"}
+    eps = f" eps {m.norm_eps:g}" if m.norm in ("rms", "layer") else ""
+    return kinds[m.norm] + eps + ("" if m.residual == "pre" else f", {m.residual} residuals")
+
+
 def _attention(m) -> str:
     if m.attention == "mha":
-        return f"{m.n_heads} heads of {m.head_dim} ({m.n_kv_heads} key heads)"
+        learned = f", {m.max_positions} learned positions" if m.positions == "learned" else ""
+        return f"{m.n_heads} heads of {m.head_dim} ({m.n_kv_heads} key heads){learned}"
     latent = f", queries of rank {m.mla.q_rank}" if m.mla.q_rank else ""
     return (
         f"{m.n_heads} heads of {m.mla.nope_dim}+{m.mla.rope_dim} rotated, values of {m.mla.v_dim}, latent of rank {m.mla.kv_rank}{latent}"
@@ -67,6 +75,8 @@ def _attention(m) -> str:
 def _ffn(m) -> str:
     if m.ffn == "dense":
         return f"FFN {m.d_ff}"
+    if m.ffn == "mlp":
+        return f"two matrices of {m.d_ff} around {m.activation}{', biases' if m.biases else ''}"
     e = m.moe
     dense = f", after {e.first_k_dense} layers with FFN {m.d_ff}" if e.first_k_dense else ""
     return f"{e.n_experts} experts of {e.d_expert}, {e.top_k} a token and {e.n_shared} shared{dense}"

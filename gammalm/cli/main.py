@@ -25,6 +25,7 @@ COMMANDS = {
     "sample": "what a trained model writes after a prompt",
     "eval": "score a trained model on benchmarks of lm-evaluation-harness",
     "lm-eval": "the command line of lm-evaluation-harness, with our models",
+    "advise": "what initialization to use for given sizes, why, and what to expect",
     "inspect": "a config's parameters and how each is initialized",
     "plan": "what a run would take on hardware that is not there: memory, time, price",
     "export": "write a trained model for Hugging Face transformers",

@@ -4,7 +4,7 @@ import argparse
 
 from ml_collections import ConfigDict
 
-from gammalm.config import load_config, validate
+from gammalm.config import is_net, load_config, validate
 from gammalm.errors import ConfigError
 
 PREFIX = "--config."
@@ -43,5 +43,13 @@ def split_overrides(argv: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def config_from(args: argparse.Namespace) -> ConfigDict:
-    """The locked, validated config that the command line asks for. Raises ConfigError."""
-    return validate(load_config(args.config, args.overrides))
+    """The locked, validated config of a decoder that the command line asks for. Raises ConfigError."""
+    config = validate(load_config(args.config, args.overrides))
+    refuse_net(config, args.config)
+    return config
+
+
+def refuse_net(config: ConfigDict, spec: str) -> None:
+    """Raises ConfigError where `config`, of `spec`, is one of a small supervised net: commands on decoders cannot read it."""
+    if is_net(config):
+        raise ConfigError(f"{spec} is of a small net and no decoder: `gammalm figure han-e1` and han-e2 train those.")

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from gammalm.cli.options import config_from
+from gammalm.cli.options import config_from, refuse_net
 
 
 def add_parser(subparsers) -> None:
@@ -72,6 +72,7 @@ def _grid(args, topology, options) -> tuple[list[tuple[str, dict]], dict]:
 
     grid = load_grid(args.grid, args.overrides)
     configs = [(cell.name, cell.config()) for cell in grid.cells]
+    refuse_net(configs[0][1], args.grid)
     made: dict[str, dict] = {}
     progress = Progress("plans", len({signature(config) for _, config in configs}), "programs")
     for _, config in configs:

@@ -236,8 +236,8 @@ def _on_every_device(tree):
 def in_compute_dtype(model: Model, params: dict) -> dict:
     """`params` with every matrix that the model casts to `model.dtype` before each use cast once: the same numbers, read in less time.
 
-    Norms, sinks and routers are computed in fp32; the token table is too, where the residual stream is.
+    Norms, sinks and routers are computed in fp32, biases are added in whichever dtype; tables are fp32 where the residual stream is.
     """
     c = model.config
-    in_fp32 = {"norm", "sink", "router"} | ({"embed"} if c.residual_dtype != c.dtype else set())
+    in_fp32 = {"norm", "bias", "sink", "router"} | ({"embed", "position"} if c.residual_dtype != c.dtype else set())
     return nested({path: a if model.specs[path].role in in_fp32 else a.astype(jnp.dtype(c.dtype)) for path, a in flat(params).items()})

@@ -1,4 +1,4 @@
-"""What a claim of the paper is, and the one rule that judges it from the numbers of figures.
+"""What a claim of a paper is, and the one rule that judges it from the numbers of figures.
 
 A claim names figures and reads their rows (numbers.jsonl; figures/catalog.py says what a row is), nothing else. It turns them into
 parts: an estimate and the region that the claim puts it in, such as "below zero" for "small initialization lowers the loss". A part is
@@ -23,6 +23,7 @@ from gammalm.experiments.statistics import LEVEL, Estimate
 REPRODUCED, OPPOSITE = "reproduced", "opposite"
 NOT_RESOLVED, NEEDS_SCALE = "not resolved at this scale", "needs scale"
 VERDICTS = (REPRODUCED, OPPOSITE, NOT_RESOLVED, NEEDS_SCALE)
+FIRST_SOURCE, SECOND_SOURCE = "the paper", "the second source"
 FIXED, TUNED = "fixed", "tuned"  # learning rates: one per size, as the paper has it; the best of those tried, for each side
 
 Region = tuple[float, float]
@@ -68,7 +69,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A statement of the paper, in our words with its figures, and how to measure it.
+    """A statement of a source, in our words with its figures, and how to measure it.
 
     measure: (rows of `figures`, FIXED or TUNED) -> parts, the headline first, [] while there is nothing to measure; None when no run of
     ours could show it. paper: the effect that the paper states, with our sign, and the parameters of the model it states it for.
@@ -82,6 +83,7 @@ class Claim:
     measure: Callable[[Rows, str], list[Part]] | None
     paper: tuple[float, float] | None = None
     limits: str = ""
+    source: str = FIRST_SOURCE
 
 
 def verdict(parts: Sequence[Part]) -> str:
@@ -101,6 +103,7 @@ def judge(claim: Claim, rows: Iterable[Mapping]) -> dict:
     head = parts[FIXED][0].estimate if parts[FIXED] else None
     return {
         "id": claim.id,
+        "source": claim.source,
         "section": claim.section,
         "statement": claim.statement,
         "figures": list(claim.figures),

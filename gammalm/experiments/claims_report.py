@@ -8,8 +8,9 @@ from pathlib import Path
 
 from gammalm.errors import ConfigError
 from gammalm.experiments import page
-from gammalm.experiments.claims import FIXED, TUNED, VERDICTS, Claim, interval, judge
+from gammalm.experiments.claims import FIRST_SOURCE, FIXED, TUNED, VERDICTS, Claim, interval, judge
 from gammalm.experiments.claims_list import CLAIMS
+from gammalm.experiments.claims_second import SECOND_CLAIMS
 from gammalm.experiments.results import read_rows
 from gammalm.files import write_json_atomic, write_text_atomic
 
@@ -28,7 +29,10 @@ RATES = (
 )
 
 
-def ledger(workdir: str | os.PathLike, claims: Sequence[Claim] = CLAIMS) -> dict:
+ALL_CLAIMS = (*CLAIMS, *SECOND_CLAIMS)
+
+
+def ledger(workdir: str | os.PathLike, claims: Sequence[Claim] = ALL_CLAIMS) -> dict:
     """The ledger as plain data, from whatever figures `workdir` has. Raises ConfigError when `workdir` is no folder."""
     if not Path(workdir).is_dir():
         raise ConfigError(f"{workdir}: no such folder. Give the --workdir of `gammalm figure` or `gammalm grid`.")
@@ -85,7 +89,7 @@ def text_ledger(found: Mapping) -> str:
 def _body(found: Mapping) -> str:
     entries, missing = found["claims"], found["missing_figures"]
     tiles = [(verdict, str(n)) for verdict, n in found["counts"][FIXED].items()]
-    lead = "What the paper states, what was measured here, and whether they agree."
+    lead = "What the paper and the second source state, what was measured here, and whether they agree."
     top = f'<header class="top"><h1>Claims ledger</h1><p class="lead">{lead}</p>{page.facts(tiles)}</header>'
     short = page.section(
         "rule",
@@ -101,12 +105,17 @@ def _body(found: Mapping) -> str:
             left=(4,),
         ),
     )
-    blocks: dict[str, list[str]] = {}  # by section of the paper
+    blocks: dict[str, list[str]] = {}  # by section of the paper, experiment of the second source
     for entry in entries:
         blocks.setdefault(entry["section"].split(",")[0], []).append(_block(entry, missing))
+    titles = {entry["section"].split(",")[0]: entry["source"] for entry in entries}
     said = page.table(["figure", "caption"], found["captions"].items(), CAPTIONS, text=(1,))
     captions = page.section("captions", "What the figures are of", said if found["captions"] else "")
-    return "\n".join([top, short, *(page.section(f"s{name}", f"Section {name}", *of) for name, of in blocks.items()), captions])
+    return "\n".join([top, short, *(page.section(f"s{name}", _title(name, titles[name]), *of) for name, of in blocks.items()), captions])
+
+
+def _title(name: str, source: str) -> str:
+    return f"Section {name}" if source == FIRST_SOURCE else f"{source[0].upper()}{source[1:]}: {name}"
 
 
 def _block(entry: Mapping, missing: Sequence[str]) -> str:

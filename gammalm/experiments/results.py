@@ -17,9 +17,18 @@ from typing import Any
 
 from gammalm.errors import ConfigError
 from gammalm.experiments.grid import Cell, Grid
-from gammalm.files import append_jsonl
+from gammalm.files import append_jsonl, write_json_atomic
 
 AXES = ("gamma", "lr", "seed")  # labels the statistics treat as numbers; all the others name a group of cells
+
+
+def record_grid(grid: Grid, workdir: Path) -> None:
+    """Writes grid.json into `workdir`, which is made. Raises ConfigError where it holds another grid."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    file, data = workdir / "grid.json", json.loads(json.dumps(grid.to_json()))
+    if file.exists() and json.loads(file.read_text(encoding="utf-8")) != data:
+        raise ConfigError(f"{file} is of another grid, or of this one with other arguments. Choose another --workdir.")
+    write_json_atomic(file, data)
 
 
 def append_result(workdir: str | os.PathLike, row: Mapping) -> None:

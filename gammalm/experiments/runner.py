@@ -3,7 +3,6 @@
     <workdir>/grid.json  results.jsonl (one row per finished cell)  cells/<name>/ (see training/workdir.py)  report/
 """
 
-import json
 import math
 import os
 import shutil
@@ -13,11 +12,12 @@ from pathlib import Path
 
 import jax
 
+from gammalm.config import is_net
 from gammalm.errors import ConfigError, GammalmError
 from gammalm.experiments.grid import Cell, Grid
 from gammalm.experiments.monitors import Monitor
-from gammalm.experiments.results import append_result, read_results
-from gammalm.files import write_json_atomic
+from gammalm.experiments.nets import run_nets
+from gammalm.experiments.results import append_result, read_results, record_grid
 from gammalm.models.decoder import Model
 from gammalm.models.kernels import describe
 from gammalm.sharding import processes
@@ -49,13 +49,15 @@ def run_grid(
     `mode`: see `gammalm.training.program.MODES`; `devices`: those to use, by default all. `retry_failed`: train failed cells again,
     from their beginning; `notice`: when to stop, see `train`. Every process calls it alike; process 0 writes.
 
-    Raises ConfigError when `workdir` holds another grid, Preempted when told to stop; over several processes whatever stops a cell, as it
-    may have met one of them alone.
+    A grid of small nets is trained as `nets.run_nets` says. Raises ConfigError when `workdir` holds another grid, Preempted when told to
+    stop; over several processes whatever stops a cell, as it may have met one of them alone.
     """
+    if is_net(grid.cells[0].config()):
+        return run_nets(grid, workdir, mode=mode, only=only)
     mode = mode or default_mode()
     if mode not in MODES:
         raise ConfigError(f"--mode {mode}: none of {', '.join(MODES)}.")
-    processes.on_first("grid", lambda: _record(grid, workdir))
+    processes.on_first("grid", lambda: record_grid(grid, workdir))
     rows, notices = read_results(workdir)
     processes.exchange("results read")
     for fault in notices:
@@ -94,14 +96,6 @@ def run_grid(
 def _settled(row: dict, retry_failed: bool) -> bool:
     """Whether a cell with this row is left alone: done, or its own numbers went wrong. Faults of data, disk or memory may have passed."""
     return row.get("status") == "done" or (row.get("halted", False) and not retry_failed)
-
-
-def _record(grid: Grid, workdir: Path) -> None:
-    workdir.mkdir(parents=True, exist_ok=True)
-    file, data = workdir / "grid.json", json.loads(json.dumps(grid.to_json()))
-    if file.exists() and json.loads(file.read_text(encoding="utf-8")) != data:
-        raise ConfigError(f"{file} is of another grid, or of this one with other arguments. Choose another --workdir.")
-    write_json_atomic(file, data)
 
 
 def _groups(cells: list[Cell], mode: str) -> list[list[Cell]]:

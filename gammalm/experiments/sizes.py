@@ -36,7 +36,7 @@ def parameters(model_config, size: str) -> int:
     model = Model(model_config)
     if size == "total":
         return model.parameter_count
-    ends = sum(math.prod(spec.shape) for spec in model.specs.values() if spec.role in ("embed", "head"))
+    ends = sum(math.prod(spec.shape) for spec in model.specs.values() if spec.role in ("embed", "position", "head"))
     return model.active_parameter_count - (ends if size == "body" else 0)
 
 

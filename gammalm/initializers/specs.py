@@ -1,8 +1,8 @@
 """What a model declares of one parameter, so that an initializer can be chosen and its fans computed without guessing from the rank.
 
-Axes are logical names: layers (stacking, always axis 0), vocab, embed, heads, kv_heads, head_dim, rank (of a latent), ffn, experts (copies
-of a matrix), routes (a router's outputs). Shapes follow the repository's legend: L layers, V vocabulary, D embed, H heads, G kv heads,
-K head size, F ffn width, E experts.
+Axes are logical names: layers (stacking, always axis 0), vocab, positions, embed, heads, kv_heads, head_dim, rank (of a latent), ffn,
+experts (copies of a matrix), routes (a router's outputs), scalar (one number for all channels). Shapes follow the repository's legend:
+L layers, V vocabulary, D embed, H heads, G kv heads, K head size, F ffn width, E experts.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import math
 
 from gammalm.errors import ConfigError
 
-ROLES = ("embed", "head", "qk", "vo", "ffn", "gate", "router", "norm", "sink")
+ROLES = ("embed", "position", "head", "qk", "vo", "ffn", "gate", "router", "norm", "sink", "bias")
 NEVER_FANS = ("layers", "experts")  # copies of a matrix, not connections into a unit
 
 
@@ -19,8 +19,8 @@ class ParamSpec:
     """Shape, logical axes and fan axes of one parameter.
 
     `fan_in` and `fan_out` name the axes whose sizes multiply to the fans: q (L,D,H,K) has fan_in=('embed',), fan_out=('heads','head_dim');
-    out (L,H,K,D) has fan_in=('heads','head_dim'). Both are empty for a norm gain and a sink's logit. `residual_out` marks a matrix that
-    writes into the residual stream (attn/out, ffn/down): what depth scaling divides by √(2L). `first_layer` is the number that the
+    out (L,H,K,D) has fan_in=('heads','head_dim'). Both are empty for norm gains, biases and logits of sinks. `residual_out` marks a matrix
+    that writes into the residual stream (attn/out, ffn/down): what depth scaling divides by √(2L). `first_layer` is the number that the
     stack's first layer has in the model, where other stacks come before it.
     Raises ConfigError when the axes do not describe the shape. Source: science 1, [R] for the declared axes.
     """

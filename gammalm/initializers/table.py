@@ -44,7 +44,7 @@ def resolve(specs: Mapping[str, ParamSpec], init_config, *, d_model: int, n_laye
     def choose(path: str, spec: ParamSpec, layer: int) -> Choice:
         rule = next((i for i, rule in enumerate(rules) if rule.matches(path) and rule.covers(spec, layer, n_layers)), None)
         decided.add(rule)
-        initializer = preset(path, spec) if rule is None else rules[rule].initializer
+        initializer = preset(path, spec, spec.first_layer + layer) if rule is None else rules[rule].initializer
         try:
             sigma = initializer.std(*spec.fans())
         except ConfigError as error:

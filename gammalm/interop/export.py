@@ -16,9 +16,9 @@ import numpy as np
 from gammalm.config import to_json
 from gammalm.errors import ConfigError
 from gammalm.files import DISK_FULL, sync_folder, write_json_atomic
-from gammalm.interop import portable
+from gammalm.interop import gpt2, portable
 from gammalm.interop.table import Entry, entries, own_entries
-from gammalm.interop.targets import OWN, TARGETS, config_json, uncentrable
+from gammalm.interop.targets import OWN, TARGETS, config_json, not_llama_like, uncentrable
 from gammalm.interop.tensorfiles import CODES, Slot, write_tensors
 from gammalm.trees import flat
 
@@ -40,7 +40,7 @@ class Exported:
 def reasons_against(name: str, model, params: dict, dtype: str) -> list[str]:
     """Why `config.model` with the nested arrays `params` cannot be written as the target `name` exactly; empty: it can."""
     if name == OWN:
-        return []
+        return not_llama_like(model)
     target = TARGETS[name]
     reasons = target.against(model)
     if target.centred and not reasons and dtype == "float32":  # a narrower dtype rounds by its nature
@@ -65,9 +65,10 @@ def choose_target(target: str, model, params: dict, dtype: str) -> tuple[str, di
     for name in names:
         reasons = reasons_against(name, model, params, dtype)
         if not reasons:
-            break
+            return name, passed_over
         passed_over[name] = reasons
-    return name, passed_over
+    reasons = "\n  ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in passed_over.items())
+    raise ConfigError(f"this model cannot be exported: neither a family of transformers nor our modelling file has its parts:\n  {reasons}")
 
 
 def require_free(out: Path) -> None:
@@ -115,7 +116,8 @@ def export_hf(
     if name == OWN:
         table, keys = own_entries(config.model), portable.hf_config(config.model, **facts)
     else:
-        table, keys = entries(config.model, centred=TARGETS[name].centred), config_json(TARGETS[name], config.model, **facts)
+        rows = gpt2.entries(config.model) if name == "gpt2" else entries(config.model, centred=TARGETS[name].centred)
+        table, keys = rows, config_json(TARGETS[name], config.model, **facts)
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from gammalm.config import apply_overrides, from_json, leaves, load_config, validate
 from gammalm.errors import CheckpointError, ConfigError
-from gammalm.interop import portable
+from gammalm.interop import gpt2, portable
 from gammalm.interop.export import OUR_CONFIG
 from gammalm.interop.sources import read_config
 from gammalm.interop.table import Entry, entries, own_entries, shapes
@@ -25,7 +25,7 @@ from gammalm.trees import nested
 
 COMPUTE = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float32"}  # stored dtype -> dtype of products
 SHOWN = 5  # tensors named in a message
-IDLE_TENSORS = ("rotary_emb.inv_freq",)  # constants that old checkpoints store
+IDLE_TENSORS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # constants that old checkpoints store
 
 
 @dataclasses.dataclass
@@ -55,10 +55,15 @@ def import_hf(folder: str | os.PathLike) -> Imported:
     else:
         source = read_config(hf, str(folder / "config.json"))
         config = _config(folder, source.leaves, source.seq_len, COMPUTE.get(source.dtype, "float32"))
-        make = lambda fused: entries(config.model, centred=source.centred, interleaved=source.interleaved, fused=fused)  # noqa: E731
+        if hf["model_type"] == gpt2.MODEL_TYPE:
+            make = lambda names: gpt2.entries(config.model, prefixed=any(n.startswith(gpt2.PREFIX) for n in names))  # noqa: E731
+        else:
+            make = lambda names: entries(  # noqa: E731
+                config.model, centred=source.centred, interleaved=source.interleaved,
+                fused=any(name.endswith(".mlp.experts.gate_up_proj") for name in names),
+            )  # fmt: skip
     with Tensors(folder) as tensors:
-        fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors.where)
-        table = list(make(fused))
+        table = list(make(tensors.where))
         _check(folder, table, tensors, tied=config.model.tie_embeddings)
         params, buffers = ({path: np.empty(shape, np.float32) for path, shape in group.items()} for group in shapes(config.model))
         arrays = params | buffers
@@ -86,7 +91,8 @@ def _config(folder: Path, derived: dict, seq_len: int, dtype: str | None = None)
     if (folder / OUR_CONFIG).is_file():
         config = validate(from_json(folder / OUR_CONFIG))
         said = leaves(config)
-        differing = [name for name, value in (derived | {"data.seq_len": seq_len}).items() if said.get(name) != value]
+        length = {} if "model.max_positions" in derived else {"data.seq_len": seq_len}  # learned positions may be more than were read
+        differing = [name for name, value in (derived | length).items() if said.get(name) != value]
         if differing:
             raise ConfigError(
                 f"{folder}: config.json and {OUR_CONFIG} disagree on {', '.join(differing)}. "
@@ -94,7 +100,8 @@ def _config(folder: Path, derived: dict, seq_len: int, dtype: str | None = None)
             )
         return config
     size = "moe-1.5b-a0.25b" if derived["model.ffn"] == "moe" else "125m"
-    base = load_config(f"lm:size={size},attention={derived['model.attention']},seq_len={seq_len}")
+    style = "gpt2" if derived["model.ffn"] == "mlp" else "gamma"
+    base = load_config(f"lm:size={size},attention={derived['model.attention']},style={style},seq_len={seq_len}")
     computed = {"model.dtype": dtype, "model.residual_dtype": dtype} if dtype else {}
     try:
         return validate(apply_overrides(base, (derived | computed).items()))
@@ -107,7 +114,8 @@ def _check(folder: Path, table: list[Entry], tensors: Tensors, *, tied: bool) ->
     wanted = {entry.name: entry.shape for entry in table}
     found = set(tensors.where)
     spare = {name for name in found - wanted.keys() if name.endswith(IDLE_TENSORS)}
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    head = "lm_head.weight"
+    embedding = next((name for name in ("model.embed_tokens.weight", gpt2.PREFIX + "wte.weight", "wte.weight") if name in wanted), "")
     if tied and head in found and embedding in found:  # stored twice: harmless where the two are one
         if tensors.shape(head) != tensors.shape(embedding) or not np.array_equal(tensors.read(head), tensors.read(embedding)):
             raise CheckpointError(f"{folder}: tie_word_embeddings is true, but {head} differs from {embedding}. Set it to false.")

@@ -22,6 +22,7 @@ LEAVES = (  # of config.model, of every model; `dtype` has another name there, w
     "vocab_size", "d_model", "n_layers", "n_heads", "attention", "ffn", "d_ff", "norm_eps", "gate", "tie_embeddings", "rope_theta",
     "logit_softcap", "residual_dtype", "remat", "scan_unroll", "loss_chunk", "attention_kernel", "softmax_sink",
 )  # fmt: skip
+ALWAYS = {"norm": "rms", "residual": "pre", "positions": "rope"}  # leaves that the modelling file leaves no choice of
 KINDS = {"mha": ("n_kv_heads", "head_dim", "qk_norm"), "mla": ("mla",), "dense": (), "moe": ("moe",)}  # leaves of one kind alone
 GROUPS = {  # of leaves -> their names
     group: sorted(name.removeprefix(f"model.{group}.") for name in CHECKS[kind]) for group, kind in
@@ -88,7 +89,7 @@ def model_config(hf: Mapping[str, Any]) -> dict[str, Any]:
             faults.append(f"{name}={value!r}")
     if faults:
         raise DataError(f"config.json of a {MODEL_TYPE} model: {', '.join(faults)}. Export the model again.")
-    return {"dtype" if name == "compute_dtype" else name: dict(hf[name]) if name in ("mla", "moe") else hf[name] for name in names}
+    return ALWAYS | {"dtype" if name == "compute_dtype" else name: dict(hf[name]) if name in ("mla", "moe") else hf[name] for name in names}
 
 
 def copy_files(out: "str | os.PathLike") -> None:

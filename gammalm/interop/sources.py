@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 from gammalm.errors import ConfigError
+from gammalm.interop import gpt2
 from gammalm.interop.targets import LATENT_EPS, PARTIAL_ROTARY
 
 # model_type -> class of its language model. The order is that of docs/huggingface.md.
@@ -19,6 +20,7 @@ ARCHITECTURES = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt2": gpt2.ARCHITECTURE,
 }
 KNOWN_MISFITS = {
     "olmo2": "it normalises the output of each branch instead of its input, and queries and keys over their whole width",
@@ -40,6 +42,8 @@ IDLE = frozenset(
     "early_stopping forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens exponential_decay_length_penalty "
     "tie_encoder_decoder torchscript use_bfloat16 pruned_heads remove_invalid_values tf_legacy_loss hidden_dropout_prob "
     "is_llama_config transformers.js_config "
+    # what GPT-2's other heads read
+    "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout "
     # Qwen3-Next's linear attention and experts, which a model of full attention and dense layers has not; Qwen3's unused window
     "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
     "full_attention_interval moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok num_experts decoder_sparse_step "
@@ -115,6 +119,8 @@ def read_config(hf: dict, where: str) -> Source:
         reason = KNOWN_MISFITS.get(str(kind), f"what can be imported is {', '.join(ARCHITECTURES)} and gammalm")
         raise ConfigError(f"{where}: model_type {kind!r} cannot be imported: {reason}.")
     r = Reader(hf)
+    if kind == "gpt2":
+        return _gpt2(r, where)
     leaves = {
         "vocab_size": r.need("vocab_size"),
         "d_model": r.need("hidden_size"),
@@ -135,11 +141,10 @@ def read_config(hf: dict, where: str) -> Source:
         "attention": "mla" if kind == "deepseek_v3" else "mha",
         "ffn": "dense",
     }
-    r.only("architectures", None, [ARCHITECTURES[kind]], why=f"{ARCHITECTURES[kind]} is the language model of this family")
+    _language_model(r)
     r.only("hidden_act", "silu", "swish", default="silu", why="the feed-forward layers here take silu")
     for bias in ("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "bias"):
         r.only(bias, False, None, why="there are no biases here")
-    r.only("quantization_config", None, why="weights that are stored quantized are not read")
     interleaved = r.given("rope_interleave", bool, True) if kind == "deepseek_v3" else True
     if not sizes_lack:
         _all_layers_attend(r, kind, seq_len)
@@ -149,11 +154,31 @@ def read_config(hf: dict, where: str) -> Source:
         elif kind in ("glm4_moe", "deepseek_v3"):
             leaves |= _mixture(r, leaves["n_layers"])
         r.unknown()
+    return _source(r, where, leaves, seq_len, dtypes, centred=kind == "qwen3_next", interleaved=interleaved)
+
+
+def _source(r: Reader, where: str, leaves: dict, seq_len: int, dtypes: list, *, centred: bool = False, interleaved: bool = True) -> Source:
+    """What was read. Raises ConfigError, opened by `where`: every reason against it."""
     if r.reasons:
+        kind = r.hf["model_type"]
         raise ConfigError(f"{where} describes a {kind} model that cannot be represented here:\n  " + "\n  ".join(r.reasons))
-    return Source(
-        {f"model.{name}": value for name, value in leaves.items()}, seq_len, dtypes[0] or dtypes[1], kind == "qwen3_next", interleaved
-    )
+    named = {f"model.{name}": value for name, value in leaves.items()}
+    return Source(named, seq_len, dtypes[0] or dtypes[1], centred, interleaved)
+
+
+def _language_model(r: Reader) -> None:
+    """Reasons where the folder holds another kind of model of its family, or weights that are stored quantized."""
+    name = ARCHITECTURES[r.hf["model_type"]]
+    r.only("architectures", None, [name], why=f"{name} is the language model of this family")
+    r.only("quantization_config", None, why="weights that are stored quantized are not read")
+
+
+def _gpt2(r: Reader, where: str) -> Source:
+    dtypes = [r.given(key, str) for key in ("dtype", "torch_dtype")]
+    leaves = gpt2.read(r)
+    _language_model(r)
+    r.unknown()
+    return _source(r, where, leaves, leaves["max_positions"], dtypes)
 
 
 def _rope_theta(r: Reader, kind: str) -> float:

@@ -30,7 +30,8 @@ class Part(NamedTuple):
 class Entry:
     """A tensor called `name` in the checkpoint: `parts`, which differ in their last axis alone, side by side along that axis.
 
-    `inputs` of their axes, after the first `batch`, are the inputs of a matrix, which is stored transposed; 0: stored as it is.
+    With `matrix` each part is a matrix first, that many axes by the rest (0: a vector), and they are side by side as such, not transposed.
+    Else `inputs` of their axes, after the first `batch`, are the inputs of a matrix, which is stored transposed; 0: stored as it is.
     The last `rope` channels are stored interleaved (x0, x_{r/2}, x1, …), ours are half-split. `centred`: stored as gain − 1.
     `wide`: fp32 in every checkpoint (transformers keeps the router so).
     """
@@ -42,6 +43,7 @@ class Entry:
     rope: int = 0
     centred: bool = False
     wide: bool = False
+    matrix: int | None = None
 
     @property
     def joined(self) -> tuple[int, ...]:
@@ -51,10 +53,17 @@ class Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape in the checkpoint."""
+        if self.matrix is not None:
+            rows = (math.prod(self.parts[0].shape[: self.matrix]),) if self.matrix else ()
+            return (*rows, sum(self._columns()))
         if not self.inputs:
             return self.joined
         inner = self.batch + self.inputs
         return (*self.joined[: self.batch], math.prod(self.joined[inner:]), math.prod(self.joined[self.batch : inner]))
+
+    def _columns(self) -> list[int]:
+        """Of each part as a matrix."""
+        return [math.prod(part.shape[self.matrix :]) for part in self.parts]
 
     def _order(self) -> np.ndarray:
         """Our channel that each stored channel is."""
@@ -63,6 +72,8 @@ class Entry:
 
     def pack(self, arrays: list[np.ndarray]) -> np.ndarray:
         """The stored tensor of the parts' arrays; a view where that is possible."""
+        if self.matrix is not None:
+            arrays = [a.reshape(*self.shape[:-1], columns) for a, columns in zip(arrays, self._columns(), strict=True)]
         x = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
         if self.rope:
             x = x[..., self._order()]
@@ -74,6 +85,9 @@ class Entry:
     def unpack(self, stored: np.ndarray) -> list[np.ndarray]:
         """The parts' arrays in fp32, from the stored tensor."""
         x = np.asarray(stored, np.float32)
+        if self.matrix is not None:
+            pieces = np.split(x, np.cumsum(self._columns())[:-1], axis=-1)
+            return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
         if self.centred:
             x = x + np.float32(1)
         if self.inputs:
@@ -99,7 +113,7 @@ def own_entries(model) -> Iterator[Entry]:
             yield Entry(name, (part,), wide=path.endswith(("ffn/router", "ffn/bias")))
 
 
-class _Layer:
+class Layer:
     """Builds entries of one layer, or of what stands outside the layers: names begin with `prefix`, paths with `stack`."""
 
     def __init__(self, known: dict[str, tuple[int, ...]], prefix: str, stack: str = "", index: tuple[int, ...] = ()):
@@ -120,12 +134,12 @@ def entries(model, *, centred: bool = False, interleaved: bool = True, fused: bo
     """
     params, buffers = shapes(model)
     known = params | buffers
-    outside = _Layer(known, "")
+    outside = Layer(known, "")
     yield outside("model.embed_tokens.weight", "embed/table")
     dense = model.moe.first_k_dense if model.ffn == "moe" else 0
     for i in range(model.n_layers):
         stack, index = ("dense_layers/", i) if i < dense else ("layers/", i - dense)
-        layer = _Layer(known, f"model.layers.{i}.", stack, (index,))
+        layer = Layer(known, f"model.layers.{i}.", stack, (index,))
         yield layer("input_layernorm.weight", "attn_norm/gain", centred=centred)
         yield from _latent(layer, model, interleaved) if model.attention == "mla" else _heads(layer, model, centred)
         yield layer("post_attention_layernorm.weight", "ffn_norm/gain", centred=centred)
@@ -135,7 +149,7 @@ def entries(model, *, centred: bool = False, interleaved: bool = True, fused: bo
         yield outside("lm_head.weight", "head/kernel", inputs=1)
 
 
-def _heads(layer: _Layer, model, centred: bool) -> Iterator[Entry]:
+def _heads(layer: Layer, model, centred: bool) -> Iterator[Entry]:
     gate = ["attn/gate"] if model.gate == "elementwise" else []
     yield layer("self_attn.q_proj.weight", "attn/q", *gate, inputs=1)
     yield layer("self_attn.k_proj.weight", "attn/k", inputs=1)
@@ -146,7 +160,7 @@ def _heads(layer: _Layer, model, centred: bool) -> Iterator[Entry]:
         yield layer("self_attn.k_norm.weight", "attn/k_norm/gain", centred=centred)
 
 
-def _latent(layer: _Layer, model, interleaved: bool) -> Iterator[Entry]:
+def _latent(layer: Layer, model, interleaved: bool) -> Iterator[Entry]:
     rope = model.mla.rope_dim if interleaved else 0
     if model.mla.q_rank:
         yield layer("self_attn.q_a_proj.weight", "attn/q_down", inputs=1)
@@ -160,12 +174,12 @@ def _latent(layer: _Layer, model, interleaved: bool) -> Iterator[Entry]:
     yield layer("self_attn.o_proj.weight", "attn/out", inputs=2)
 
 
-def _swiglu(layer: _Layer, name: str, path: str, **kind) -> Iterator[Entry]:
+def _swiglu(layer: Layer, name: str, path: str, **kind) -> Iterator[Entry]:
     for matrix in ("gate", "up", "down"):
         yield layer(f"{name}.{matrix}_proj.weight", f"{path}/{matrix}", inputs=1, **kind)
 
 
-def _mixture(layer: _Layer, model, fused: bool) -> Iterator[Entry]:
+def _mixture(layer: Layer, model, fused: bool) -> Iterator[Entry]:
     yield layer("mlp.gate.weight", "ffn/router", inputs=1, wide=True)
     yield layer("mlp.gate.e_score_correction_bias", "ffn/bias", wide=True)
     if fused:

@@ -9,27 +9,38 @@ from collections.abc import Callable
 
 import numpy as np
 
+from gammalm.interop import gpt2
+
 LATENT_EPS = 1e-6  # of DeepSeek-V3's latent norms: they do not read rms_norm_eps
-OWN = "gammalm"  # our own modelling file: fits every model
+OWN = "gammalm"  # our own modelling file: fits every model that `not_llama_like` has nothing against
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A family of transformers: its names, the reasons against a `config.model` (none: it fits), and its own keys of config.json."""
+    """A family of transformers: its names, the reasons against a `config.model` (none: it fits), its own keys of config.json; `llama_like`:
+    with those that the families after Llama share."""
 
     model_type: str
     architecture: str
     against: Callable[[object], list[str]]
     keys: Callable[[object], dict]
     centred: bool = False
+    llama_like: bool = True
+
+
+def not_llama_like(m) -> list[str]:
+    """Reasons that hold against every family but GPT-2, and against our own modelling file."""
+    wanted = {"norm": ("rms", "RMSNorms"), "residual": ("pre", "norms before its branches"), "positions": ("rope", "rotary positions")}
+    reasons = [f"model.{name}={m[name]}; it has {has} alone" for name, (value, has) in wanted.items() if m[name] != value]
+    return reasons + (["model.ffn=mlp; its feed-forward layers are SwiGLUs"] if m.ffn == "mlp" else [])
 
 
 def _kind(m, *, attention: str, ffn: tuple[str, ...], gate: str, qk_norm: bool | None) -> list[str]:
     """Reasons from the kind of the model; qk_norm None: with or without."""
-    reasons = []
+    reasons = not_llama_like(m)
     if m.attention != attention:
         reasons.append(f"model.attention={m.attention}; it has {attention} alone")
-    if m.ffn not in ffn:
+    if m.ffn not in (*ffn, "mlp"):
         reasons.append(f"model.ffn={m.ffn}; it has {ffn[0]} alone")
     if m.gate != gate:
         reasons.append(f"model.gate={m.gate}; its attention has {'no gate' if gate == 'none' else f'the {gate} gate, always'}")
@@ -132,6 +143,7 @@ TARGETS = {
     "qwen3-next": Target("qwen3_next", "Qwen3NextForCausalLM", _qwen3_next, _dense_qwen3_next, centred=True),
     "glm4-moe": Target("glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, lambda m: _heads(m) | _mixture(m) | {"use_qk_norm": m.qk_norm}),
     "deepseek-v3": Target("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek_v3, _latent),
+    "gpt2": Target(gpt2.MODEL_TYPE, gpt2.ARCHITECTURE, gpt2.against, gpt2.keys, llama_like=False),
 }
 PARTIAL_ROTARY = {"qwen3_next": 0.25, "glm4_moe": 0.5}  # share of a head's channels that is rotated, where config.json does not say
 
@@ -148,14 +160,25 @@ def uncentrable(name: str, gain: np.ndarray) -> list[str]:
 
 def config_json(target: Target, model, *, dtype: str, seq_len: int, eos_token_id: int | None) -> dict:
     """config.json of `config.model` for `target`; `dtype` is that of the stored tensors, `seq_len` the length it was trained at."""
-    rope = {"rope_type": "default", "rope_theta": model.rope_theta}
-    partial = {"partial_rotary_factor": 1.0} if target.model_type in PARTIAL_ROTARY else {}
-    return {
+    found = {
         "architectures": [target.architecture],
         "model_type": target.model_type,
         "dtype": dtype,
         "torch_dtype": dtype,
         "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": None,
+    }
+    return found | (_shared(target, model, seq_len) if target.llama_like else {}) | target.keys(model)
+
+
+def _shared(target: Target, model, seq_len: int) -> dict:
+    """Keys that the families after Llama have."""
+    rope = {"rope_type": "default", "rope_theta": model.rope_theta}
+    partial = {"partial_rotary_factor": 1.0} if target.model_type in PARTIAL_ROTARY else {}
+    return {
         "hidden_size": model.d_model,
         "intermediate_size": model.d_ff,
         "num_hidden_layers": model.n_layers,
@@ -163,14 +186,9 @@ def config_json(target: Target, model, *, dtype: str, seq_len: int, eos_token_id
         "hidden_act": "silu",
         "max_position_embeddings": seq_len,
         "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tie_embeddings,
         "rope_theta": model.rope_theta,
         "rope_parameters": rope | partial,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": eos_token_id,
-        "pad_token_id": None,
         **partial,
-        **target.keys(model),
     }

@@ -11,7 +11,7 @@ from flax import nnx
 
 from gammalm.models.cache import attend_kept
 from gammalm.models.kernels import attend
-from gammalm.models.parts import RMSNorm, declare, product, rotate
+from gammalm.models.parts import RMSNorm, biased, declare, declare_fixup, product, rotate
 
 
 def declare_gate(module, kind: str, embed: int, heads: int, size: int) -> None:
@@ -55,7 +55,7 @@ def sink_logits(module, groups: int, repeats: int):
 
 
 class Attention(nnx.Module):
-    """Multi-head or grouped-query attention with rotary positions, optional QK-norm, an output gate and a softmax sink."""
+    """Multi-head or grouped-query attention, optionally with rotary positions, QK-norm, biases, an output gate and a softmax sink."""
 
     def __init__(self, c):
         embed, heads, groups, size = c.d_model, c.n_heads, c.n_kv_heads, c.head_dim
@@ -69,6 +69,12 @@ class Attention(nnx.Module):
             (heads, size, embed), ("heads", "head_dim", "embed"),
             fan_in=("heads", "head_dim"), fan_out=("embed",), role="vo", residual_out=True,
         )  # fmt: skip
+        biases = c.ffn == "mlp" and c.biases
+        shapes = {"q": (heads, "heads"), "k": (groups, "kv_heads"), "v": (groups, "kv_heads")}
+        for name, (count, axis) in shapes.items():
+            setattr(self, f"{name}_bias", declare((count, size), (axis, "head_dim"), role="bias") if biases else None)
+        self.out_bias = declare((embed,), ("embed",), role="bias") if biases else None
+        declare_fixup(self, c.norm == "fixup", "out")
         self.kernel = c.attention_kernel
         self.normed = c.qk_norm
         if c.qk_norm:
@@ -77,15 +83,16 @@ class Attention(nnx.Module):
 
     def queries_keys(self, x_BTD, angles, eps):
         """Rotated queries [B, T, H, K] and keys [B, T, G, K]; measurements of attention use it too."""
-        q = product(x_BTD, self.q[...])
-        k = product(x_BTD, self.k[...])
+        q = biased(product(x_BTD, self.q[...]), self.q_bias)
+        k = biased(product(x_BTD, self.k[...]), self.k_bias)
         if self.normed:
             q, k = self.q_norm(q, eps), self.k_norm(k, eps)
         return rotate(q, angles), rotate(k, angles)
 
     def norm_inputs(self, x_BTD):
         """What its own norms normalise, by their names: measurements use it."""
-        return {"q_norm": product(x_BTD, self.q[...]), "k_norm": product(x_BTD, self.k[...])} if self.normed else {}
+        weights = {"q_norm": (self.q, self.q_bias), "k_norm": (self.k, self.k_bias)} if self.normed else {}
+        return {name: biased(product(x_BTD, w[...]), bias) for name, (w, bias) in weights.items()}
 
     def __call__(self, x_BTD, angles, segments_BT, eps):
         return self.attended(x_BTD, angles, segments_BT, eps)[0]
@@ -108,9 +115,10 @@ class Attention(nnx.Module):
         q_BTHK, k_BTGK = self.queries_keys(x_BTD, angles, eps)
         B, T, H, K = q_BTHK.shape
         G = k_BTGK.shape[2]
-        return q_BTHK.reshape(B, T, G, H // G, K), k_BTGK, product(x_BTD, self.v[...]), sink_logits(self, G, H // G)
+        v_BTGK = biased(product(x_BTD, self.v[...]), self.v_bias)
+        return q_BTHK.reshape(B, T, G, H // G, K), k_BTGK, v_BTGK, sink_logits(self, G, H // G)
 
     def _output(self, y_BTGRK, x_BTD):
         B, T, G, R, K = y_BTGRK.shape
-        y_BTHK = gated(self, y_BTGRK.reshape(B, T, G * R, K), x_BTD)
-        return product(y_BTHK.reshape(B, T, G * R * K), self.out[...].reshape(G * R * K, -1))
+        y_BTHK = self.out_shift(gated(self, y_BTGRK.reshape(B, T, G * R, K), x_BTD))
+        return self.scale(biased(product(y_BTHK.reshape(B, T, G * R * K), self.out[...].reshape(G * R * K, -1)), self.out_bias))

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from gammalm.errors import ConfigError
 from gammalm.models.blockwise import visible_keys
-from gammalm.models.parts import BATCH_AXES, mesh_pieces, rope_angles, shard_tokens
+from gammalm.models.parts import BATCH_AXES, mesh_pieces, shard_tokens
 
 
 class Cache(NamedTuple):
@@ -30,9 +30,11 @@ class Cache(NamedTuple):
 def prefill(decoder, tokens_BT, lengths_B, slots: int, eps):
     """The normed last hidden state [B, T, D], as of `Decoder.hidden`, and the cache of `slots` >= T tokens a row.
 
-    Row b is its first lengths_B[b] tokens; what comes out of the others means nothing. Raises ConfigError on a mesh with a context axis.
+    Row b is its first lengths_B[b] tokens; what comes out of the others means nothing. Raises ConfigError on a mesh with a context axis,
+    and for more slots than learned positions.
     """
     _refuse_context()
+    decoder.require_positions(slots)
 
     def attention(attn, x_BTD, angles, _):
         return attn.attended(x_BTD, angles, None, eps)
@@ -101,17 +103,18 @@ def _through_layers(decoder, tokens_BT, first_B, counts_B, eps, attention, kept)
     count go to no expert.
     """
     places = jnp.arange(tokens_BT.shape[1])[None]
-    angles = rope_angles(first_B[:, None] + places, decoder.rope_dim, decoder.rope_theta)
+    positions_BT = first_B[:, None] + places
+    angles = decoder.angles(positions_BT)
     segments_BT = (places < counts_B[:, None]).astype(jnp.int32)
 
     def layer(x_BTD, given):
         block, kept = given
-        y_BTD, new = attention(block.attn, block.attn_norm(x_BTD, eps).astype(block.dtype), angles, kept)
-        x_BTD = x_BTD + y_BTD.astype(x_BTD.dtype)
+        y_BTD, new = attention(block.attn, block.attention_input(x_BTD, eps), angles, kept)
+        x_BTD = block.after_attention(x_BTD, y_BTD, eps)
         y_BTD, _ = block.ffn_branch(x_BTD, segments_BT, eps)
-        return shard_tokens(x_BTD + y_BTD.astype(x_BTD.dtype)), new
+        return shard_tokens(block.after_ffn(x_BTD, y_BTD, eps)), new
 
-    x_BTD, new = shard_tokens(decoder.embed_tokens(tokens_BT)), {}
+    x_BTD, new = shard_tokens(decoder.embed_tokens(tokens_BT, positions_BT)), {}
     for name in decoder.depths:
         x_BTD, new[name] = jax.lax.scan(layer, x_BTD, (getattr(decoder, name), kept[name]), unroll=decoder.unroll)
     return decoder.final_norm(x_BTD, eps).astype(decoder.dtype), new

@@ -1,4 +1,4 @@
-"""The decoder: embedding, L stacked pre-norm blocks under one scan, final norm, head; and the bridge to plain parameters.
+"""The decoder: embedding, L stacked blocks under one scan, final norm, head; and the bridge to plain parameters.
 
 Parameters are a nested dict of fp32 arrays ("layers/attn/q" and so on); buffers (a mixture's selection bias) are another. `Model` holds
 the structure; `Model.bind(params, buffers)` gives the module to call inside a jitted function. A mixture of experts whose first layers
@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gammalm.errors import ConfigError
 from gammalm.initializers import ParamSpec
 from gammalm.models.attention import Attention
 from gammalm.models.loss import summed_loss, token_losses
 from gammalm.models.mla import LatentAttention
 from gammalm.models.moe import MoE
-from gammalm.models.parts import RMSNorm, SwiGLU, declare, rope_angles, shard_tokens, softcap, whole_width
+from gammalm.models.parts import MLP, NORMS, NoNorm, SwiGLU, declare, rope_angles, shard_tokens, softcap, whole_width
 
 # Modules are pytrees here; graph mode would wrap every call in its own tracing machinery.
 nnx.set_graph_mode(False)
@@ -30,31 +31,63 @@ REMAT_POLICIES = {
 
 
 class Block(nnx.Module):
-    """x + attention(norm x), then x + ffn(norm x); the residual stream has its own dtype. `ffn` is dense | moe."""
+    """Attention, then the feed-forward layer, each a branch of the residual stream, which has its own dtype. `ffn` is dense | mlp | moe.
+
+    `config.model.residual` says how a branch f is tied in: "pre" x + f(norm x); "post" norm(x + f(x)); "deepnorm" norm(α x + f(x)) with
+    α = (2L)^¼ (Wang et al. 2022, arXiv:2203.00555, for decoders).
+    """
 
     def __init__(self, c, ffn: str):
         dtype = jnp.dtype(c.dtype)
         self.dtype = dtype
-        self.attn_norm = RMSNorm(c.d_model)
+        self.pre = c.residual == "pre"
+        self.skip = (2 * c.n_layers) ** 0.25 if c.residual == "deepnorm" else 1.0
+        fixup = c.norm == "fixup"
+        self.attn_norm = NORMS[c.norm](c.d_model)
         self.attn = LatentAttention(c) if c.attention == "mla" else Attention(c)
-        self.ffn_norm = RMSNorm(c.d_model)
+        self.ffn_norm = NORMS[c.norm](c.d_model)
         self.mixed = ffn == "moe"
-        self.ffn = MoE(c) if self.mixed else SwiGLU(c.d_model, c.d_ff)
+        if ffn == "mlp":
+            self.ffn = MLP(c.d_model, c.d_ff, c.activation, c.biases, fixup)
+        else:
+            self.ffn = MoE(c) if self.mixed else SwiGLU(c.d_model, c.d_ff, fixup)
+
+    def attention_input(self, x_BTD, eps):
+        """What attention reads of the stream, in the compute dtype."""
+        return self._read(self.attn_norm, x_BTD, eps)
+
+    def after_attention(self, x_BTD, y_BTD, eps):
+        """The stream after attention has given y."""
+        return self._tie_in(self.attn_norm, x_BTD, y_BTD, eps)
+
+    def after_ffn(self, x_BTD, y_BTD, eps):
+        """The stream after the feed-forward layer has given y."""
+        return self._tie_in(self.ffn_norm, x_BTD, y_BTD, eps)
+
+    def normalised(self, x_BTD, y_BTD):
+        """What the norm of a branch takes in, of the stream before it and what it gave: measurements use it."""
+        return x_BTD if self.pre else self.skip * x_BTD + y_BTD.astype(x_BTD.dtype)
+
+    def _read(self, norm, x_BTD, eps):
+        return (norm(x_BTD, eps) if self.pre else x_BTD).astype(self.dtype)
+
+    def _tie_in(self, norm, x_BTD, y_BTD, eps):
+        return x_BTD + y_BTD.astype(x_BTD.dtype) if self.pre else norm(self.normalised(x_BTD, y_BTD), eps)
 
     def attention_branch(self, x_BTD, angles, segments_BT, eps):
         """What attention adds to the stream, in the compute dtype."""
-        return self.attn(self.attn_norm(x_BTD, eps).astype(self.dtype), angles, segments_BT, eps)
+        return self.attn(self.attention_input(x_BTD, eps), angles, segments_BT, eps)
 
     def ffn_branch(self, x_BTD, segments_BT, eps):
         """What the feed-forward layer adds to the stream, in the compute dtype, and what a mixture measured on the way (moe.measures; empty
         without one)."""
-        normed = self.ffn_norm(x_BTD, eps).astype(self.dtype)
-        return self.ffn(normed, segments_BT) if self.mixed else (self.ffn(normed), {})
+        read_BTD = self._read(self.ffn_norm, x_BTD, eps)
+        return self.ffn(read_BTD, segments_BT) if self.mixed else (self.ffn(read_BTD), {})
 
     def __call__(self, x_BTD, angles, segments_BT, eps):
-        x_BTD = x_BTD + self.attention_branch(x_BTD, angles, segments_BT, eps).astype(x_BTD.dtype)
+        x_BTD = self.after_attention(x_BTD, self.attention_branch(x_BTD, angles, segments_BT, eps), eps)
         y_BTD, measured = self.ffn_branch(x_BTD, segments_BT, eps)
-        return x_BTD + y_BTD.astype(x_BTD.dtype), measured
+        return self.after_ffn(x_BTD, y_BTD, eps), measured
 
 
 class Visit(NamedTuple):
@@ -78,10 +111,15 @@ class Head(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """The token table; tied to the head by default."""
+    """The token table, tied to the head by default; and with learned positions the table of those."""
 
     def __init__(self, c):
         self.table = declare((c.vocab_size, c.d_model), ("vocab", "embed"), fan_in=("embed",), fan_out=("vocab",), role="embed")
+        self.length = c.max_positions if c.positions == "learned" else 0
+        if self.length:
+            self.positions = declare(
+                (self.length, c.d_model), ("positions", "embed"), fan_in=("embed",), fan_out=("positions",), role="position"
+            )
 
 
 def positions_of(length: int, segments_BT):
@@ -104,12 +142,12 @@ class Decoder(nnx.Module):
         if first:
             self.dense_layers = jax.vmap(lambda _: Block(c, "dense"))(jnp.arange(first))
         self.layers = jax.vmap(lambda _: Block(c, c.ffn))(jnp.arange(c.n_layers - first))
-        self.final_norm = RMSNorm(c.d_model)
+        self.final_norm = NORMS[c.norm](c.d_model) if c.residual == "pre" else NoNorm()  # else the last block ends with one
         if not c.tie_embeddings:
             self.head = Head(c)
         self.tied = c.tie_embeddings
         self.rope_dim = c.mla.rope_dim if c.attention == "mla" else c.head_dim
-        self.rope_theta = c.rope_theta
+        self.rope_theta = c.rope_theta if c.positions == "rope" else None
         self.dtype = jnp.dtype(c.dtype)
         self.residual_dtype = jnp.dtype(c.residual_dtype)
         self.remat = c.remat
@@ -117,26 +155,39 @@ class Decoder(nnx.Module):
         self.softcap = c.logit_softcap
         self.loss_chunk = c.loss_chunk
 
-    def embed_tokens(self, tokens_BT):
-        """The residual stream's start, e in the papers: [B, T, D]."""
-        return whole_width(self.embed.table[...])[tokens_BT].astype(self.residual_dtype)
+    def embed_tokens(self, tokens_BT, positions_BT):
+        """The residual stream's start, e in the papers: [B, T, D]. `positions_BT` as of `positions_of`."""
+        x_BTD = whole_width(self.embed.table[...])[tokens_BT].astype(self.residual_dtype)
+        if not self.embed.length:
+            return x_BTD
+        return x_BTD + whole_width(self.embed.positions[...], rows=None)[positions_BT].astype(self.residual_dtype)
 
-    def angles(self, tokens_BT, segments_BT):
-        """Rotary cos and sin; positions start again at each segment."""
-        return rope_angles(positions_of(tokens_BT.shape[1], segments_BT), self.rope_dim, self.rope_theta)
+    def angles(self, positions_BT):
+        """Rotary cos and sin; None where positions are learned."""
+        return None if self.rope_theta is None else rope_angles(positions_BT, self.rope_dim, self.rope_theta)
+
+    def start(self, tokens_BT, segments_BT):
+        """What the first layer is given: the stream, and the rotary angles. Raises ConfigError for more tokens than learned positions."""
+        self.require_positions(tokens_BT.shape[1])
+        positions_BT = positions_of(tokens_BT.shape[1], segments_BT)
+        return shard_tokens(self.embed_tokens(tokens_BT, positions_BT)), self.angles(positions_BT)
+
+    def require_positions(self, length: int) -> None:
+        """Raises ConfigError where a sequence of `length` has more tokens than there are learned positions."""
+        if 0 < self.embed.length < length:
+            raise ConfigError(f"{length:,} tokens, but model.max_positions={self.embed.length:,} positions were learned. Read fewer.")
 
     def hidden(self, tokens_BT, segments_BT, eps):
         """The normed last hidden state [B, T, D] in the compute dtype, and what each mixture layer measured ({} without mixtures).
 
         Measures come out of the scan with a leading layer axis: see moe.measures.
         """
-        angles = self.angles(tokens_BT, segments_BT)
+        x_BTD, angles = self.start(tokens_BT, segments_BT)
 
         def layer(x_BTD, block):
             x_BTD, measured = block(x_BTD, angles, segments_BT, eps)
             return shard_tokens(x_BTD), measured
 
-        x_BTD = shard_tokens(self.embed_tokens(tokens_BT))
         for name, depth in self.depths.items():
             step = layer
             if self.remat != "none":
@@ -151,16 +202,16 @@ class Decoder(nnx.Module):
 
         `look` turns a `Visit` into a tree of arrays that is alike for all layers; activations are not kept. Measurements use it.
         """
-        angles = self.angles(tokens_BT, segments_BT)
+        x_BTD, angles = self.start(tokens_BT, segments_BT)
 
         def layer(x_BTD, block):
             attention = block.attention_branch(x_BTD, angles, segments_BT, eps)
-            between = x_BTD + attention.astype(x_BTD.dtype)
+            between = block.after_attention(x_BTD, attention, eps)
             ffn, _ = block.ffn_branch(between, segments_BT, eps)
-            after = shard_tokens(between + ffn.astype(x_BTD.dtype))
+            after = shard_tokens(block.after_ffn(between, ffn, eps))
             return after, look(Visit(block, angles, x_BTD, attention, between, ffn, after))
 
-        x_BTD, stacks = shard_tokens(self.embed_tokens(tokens_BT)), []
+        stacks = []
         for name in self.depths:
             x_BTD, seen = jax.lax.scan(layer, x_BTD, getattr(self, name))
             stacks.append(seen)
@@ -172,7 +223,7 @@ class Decoder(nnx.Module):
         def look(visit):
             return jnp.isfinite(visit.between_BTD).all(), jnp.isfinite(visit.after_BTD).all()
 
-        embedded = jnp.isfinite(self.embed_tokens(tokens_BT)).all()
+        embedded = jnp.isfinite(self.start(tokens_BT, segments_BT)[0]).all()
         return embedded, *self.walk(tokens_BT, segments_BT, eps, look)[1]
 
     def head_matrix(self):

@@ -1,9 +1,10 @@
-"""Small parts of a decoder: declared weights, RMSNorm, rotary positions, SwiGLU.
+"""Small parts of a decoder: declared weights, norms and what stands in their place, rotary positions, feed-forward layers.
 
 Shape legend of the whole package: B batch, T query tokens, S key tokens, D d_model, H query heads, G key/value heads,
 R = H/G queries per key head, K head size, F FFN width, V vocabulary, L layers.
 """
 
+import functools
 import math
 
 import jax
@@ -43,11 +44,11 @@ def shard_tokens(x_BTD):
     return jax.lax.with_sharding_constraint(x_BTD, TOKENS)
 
 
-def whole_width(table_VD):
-    """A table at full width on every device (rows still cut up): tokens are then looked up without moving activations."""
+def whole_width(table_VD, rows="tensor"):
+    """A table at full width on every device, its rows cut up over the mesh axis `rows` (None: whole): look-ups then move no activations."""
     if "tensor" not in jax.sharding.get_abstract_mesh().axis_names:
         return table_VD
-    return jax.lax.with_sharding_constraint(table_VD, PartitionSpec("tensor", None))
+    return jax.lax.with_sharding_constraint(table_VD, PartitionSpec(rows, None))
 
 
 @jax.custom_vjp
@@ -96,6 +97,54 @@ class RMSNorm(nnx.Module):
         return (x32 * jax.lax.rsqrt(variance + eps) * gain).astype(x.dtype)
 
 
+class LayerNorm(nnx.Module):
+    """(x − mean) / sqrt(variance + ε) · gain + bias over the last axis, statistics in fp32 (Ba et al. 2016, arXiv:1607.06450)."""
+
+    def __init__(self, size: int, axis: str = "embed"):
+        self.gain = declare((size,), (axis,), role="norm")
+        self.bias = declare((size,), (axis,), role="bias")
+
+    def __call__(self, x, eps):
+        x32 = x.astype(jnp.float32)
+        away = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(away), axis=-1, keepdims=True)
+        gain, bias = (a[...].reshape((1,) * (x.ndim - 1) + (-1,)) for a in (self.gain, self.bias))
+        return (away * jax.lax.rsqrt(variance + eps) * gain + bias).astype(x.dtype)
+
+
+class NoNorm(nnx.Module):
+    """Nothing in the place of a norm."""
+
+    def __call__(self, x, eps):
+        return x
+
+
+class Shift(nnx.Module):
+    """One bias for all channels, which Fixup puts before a linear layer or an activation (Zhang et al. 2019, arXiv:1901.09321).
+
+    Callable in the place of a norm, whose ε it does not read.
+    """
+
+    def __init__(self):
+        self.bias = declare((1,), ("scalar",), role="bias")
+
+    def __call__(self, x, eps=None):
+        return x + self.bias[...].astype(x.dtype).reshape((1,) * x.ndim)
+
+
+class Scale(nnx.Module):
+    """One multiplier for all channels: how a branch of Fixup ends."""
+
+    def __init__(self):
+        self.gain = declare((1,), ("scalar",), role="norm")
+
+    def __call__(self, x):
+        return x * self.gain[...].astype(x.dtype).reshape((1,) * x.ndim)
+
+
+NORMS = {"rms": RMSNorm, "layer": LayerNorm, "none": lambda size: NoNorm(), "fixup": lambda size: Shift()}
+
+
 def rope_angles(positions_BT, head_dim: int, theta: float):
     """cos and sin [B, T, 1, K/2] in fp32 of the rotary embedding (Su et al. 2021, arXiv:2104.09864)."""
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
@@ -104,7 +153,9 @@ def rope_angles(positions_BT, head_dim: int, theta: float):
 
 
 def rotate(x_BTHK, angles):
-    """Rotates the pairs (x[k], x[k + K/2]), the half-split form that Llama checkpoints use."""
+    """Rotates the pairs (x[k], x[k + K/2]), the half-split form that Llama checkpoints use. Without angles (None) x stays as it is."""
+    if angles is None:
+        return x_BTHK
     cos, sin = angles
     first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -116,13 +167,54 @@ def softcap(x, cap: float):
     return x if cap == 0.0 else cap * jnp.tanh(x / cap)
 
 
-class SwiGLU(nnx.Module):
-    """down(silu(gate x) · up x), no biases (Shazeer 2020, arXiv:2002.05202)."""
+def biased(y, bias):
+    """y + bias, the bias [...] along the last axes of y; y itself where there is none (None)."""
+    return y if bias is None else y + bias[...].astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
-    def __init__(self, d_model: int, d_ff: int):
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate x) · up x), no biases (Shazeer 2020, arXiv:2002.05202); with the scalars of Fixup where `fixup`."""
+
+    def __init__(self, d_model: int, d_ff: int, fixup: bool = False):
         self.gate = declare((d_model, d_ff), ("embed", "ffn"), fan_in=("embed",), fan_out=("ffn",), role="ffn")
         self.up = declare((d_model, d_ff), ("embed", "ffn"), fan_in=("embed",), fan_out=("ffn",), role="ffn")
         self.down = declare((d_ff, d_model), ("ffn", "embed"), fan_in=("ffn",), fan_out=("embed",), role="ffn", residual_out=True)
+        declare_fixup(self, fixup, "act", "down")
 
     def __call__(self, x_BTD):
-        return product(jax.nn.silu(product(x_BTD, self.gate[...])) * product(x_BTD, self.up[...]), self.down[...])
+        gate_BTF = jax.nn.silu(self.act_shift(product(x_BTD, self.gate[...])))
+        return self.scale(product(self.down_shift(gate_BTF * product(x_BTD, self.up[...])), self.down[...]))
+
+
+ACTIVATIONS = {
+    "relu": jax.nn.relu, "gelu": functools.partial(jax.nn.gelu, approximate=False), "gelu_tanh": jax.nn.gelu, "silu": jax.nn.silu,
+    "tanh": jnp.tanh, "elu": jax.nn.elu,
+}  # fmt: skip
+
+
+class MLP(nnx.Module):
+    """down(φ(up x)), with biases where `biases`; with the scalars of Fixup where `fixup`."""
+
+    def __init__(self, d_model: int, d_ff: int, activation: str, biases: bool, fixup: bool = False):
+        self.activation = activation
+        self.up = declare((d_model, d_ff), ("embed", "ffn"), fan_in=("embed",), fan_out=("ffn",), role="ffn")
+        self.down = declare((d_ff, d_model), ("ffn", "embed"), fan_in=("ffn",), fan_out=("embed",), role="ffn", residual_out=True)
+        self.up_bias = declare((d_ff,), ("ffn",), role="bias") if biases else None
+        self.down_bias = declare((d_model,), ("embed",), role="bias") if biases else None
+        declare_fixup(self, fixup, "act", "down")
+
+    def __call__(self, x_BTD):
+        up_BTF = biased(product(x_BTD, self.up[...]), self.up_bias)
+        hidden_BTF = self.down_shift(ACTIVATIONS[self.activation](self.act_shift(up_BTF)))
+        return self.scale(biased(product(hidden_BTF, self.down[...]), self.down_bias))
+
+
+def declare_fixup(module, fixup: bool, *before: str) -> None:
+    """Gives a branch the scalars of Fixup: a `Shift` for each name of `before`, a `Scale` at its end. Without: what does nothing."""
+    for name in before:
+        setattr(module, f"{name}_shift", Shift() if fixup else _same)
+    module.scale = Scale() if fixup else _same
+
+
+def _same(x):
+    return x

@@ -61,7 +61,7 @@ def activations(config, specs, mesh_shape: dict[str, int], platform: str, genera
     if c.ffn == "moe":
         width = 3 * (c.moe.top_k + c.moe.n_shared) * c.moe.d_expert
     else:
-        width = 3 * c.d_ff
+        width = (2 if c.ffn == "mlp" else 3) * c.d_ff
     products = N * (heads + width) // tensor * size  # what the matrix products of a layer give out
     inner = products + 4 * N * c.d_model * size  # with normed inputs and branch outputs
     kept = {"none": inner, "dots": products, "full": 0}[c.remat]

@@ -3,9 +3,7 @@
 A model of the traffic, within about a factor of two; what a compiler says (hlo.py) takes its place where there is one.
 """
 
-import math
-
-from gammalm.models.flops import training_flops_per_token
+from gammalm.models.flops import training_flops_per_token, without_product
 from gammalm.models.kernels import head_sizes
 
 
@@ -14,14 +12,9 @@ def flop_per_token(model, seq_len: int, remat: str) -> float:
     c = model.config
     training = training_flops_per_token(model, seq_len)
     head = 6 * c.vocab_size * c.d_model
-    attention = training - 6 * (model.active_parameter_count - _outside(model))
+    attention = training - 6 * (model.active_parameter_count - without_product(model))
     again = {"none": 0.0, "dots": attention / 3, "full": (training - head) / 3}
     return training + again[remat]
-
-
-def _outside(model) -> int:
-    roles = {"norm", "sink"} if model.config.tie_embeddings else {"norm", "sink", "embed"}
-    return sum(math.prod(spec.shape) for spec in model.specs.values() if spec.role in roles)
 
 
 def _gathered(held: dict[str, int], mesh_shape: dict[str, int], bytes_each: int) -> float:

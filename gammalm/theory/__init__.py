@@ -2,8 +2,10 @@
 
     closed_forms.py   norm factor, step-0 logits, the law of residual flow, balance points
     activations.py    moments and covariance kernels of activations
+    mlp.py            fully connected nets and stacks of pre-norm branches, forward and backward
     description.py    sizes and standard deviations of a decoder, from plain numbers
     mixing.py, routing.py, recursion.py   the recursion over the covariance of the actual tokens
+    gradients.py      the same recursion downwards, for the loss's gradient
     branches.py       one branch alone over many widths, and the exponent of the width
 
 The room imports no other: a caller that has one of our configs translates it. Docs: docs/theory.md.

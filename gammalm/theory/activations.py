@@ -1,35 +1,105 @@
 """Moments of activations under a Gaussian, and the covariance that an activation makes of two correlated Gaussians.
 
-Everything rests on one set of evenly spaced nodes, weighted by the Gaussian: on smooth functions as exact as Gauss–Hermite, and better
-where an activation is steep or has a kink at 0. Legend: T tokens, Q nodes, N terms of an expansion.
+c_φ and d_φ are float64 NumPy, at any variance. Kernels are fp32 JAX, on one set of evenly spaced nodes, weighted by the Gaussian: on
+smooth functions as exact as Gauss–Hermite, and better where an activation is steep or has a kink at 0. Legend: T tokens, Q nodes, N terms
+of an expansion.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.special import erf
+from scipy import special
 
 from gammalm.errors import ConfigError
 
 NODES = 241
 REACH = 9.0  # standard deviations to either side
 TERMS = 12  # Hermite terms of a kernel; what they leave out is given to one more term, so that variances are exact
+PANELS, POINTS = 48, 12  # of the float64 moments: panels on either side of 0, and Gauss–Legendre nodes in each
+SMALLEST = 1e-20  # variance below which moments are those of the limit, to ten digits
 
+_TANH, _CUBE = np.sqrt(2 / np.pi), 0.044715  # GELU's approximation by tanh (Hendrycks & Gimpel 2016)
 
-def _gelu(z):
-    return 0.5 * z * (1 + erf(z / np.sqrt(2)))
-
-
+# Name -> φ(z, m), m being _FLOAT64 or _JAX; the second one differentiates and compiles it.
 ACTIVATIONS = {
-    "linear": lambda z: z, "relu": jax.nn.relu, "gelu": _gelu, "silu": jax.nn.silu, "tanh": jnp.tanh, "sigmoid": jax.nn.sigmoid,
-}  # fmt: skip
+    "linear": lambda z, m: z,
+    "relu": lambda z, m: m.maximum(z, 0.0),
+    "gelu": lambda z, m: z * m.ndtr(z),
+    "gelu_tanh": lambda z, m: z * m.expit(2 * _TANH * (z + _CUBE * z**3)),
+    "silu": lambda z, m: z * m.expit(z),
+    "tanh": lambda z, m: m.tanh(z),
+    "elu": lambda z, m: m.where(z > 0, z, m.expm1(m.minimum(z, 0.0))),
+    "sigmoid": lambda z, m: m.expit(z),
+}
 
 
-def activation(name: str):
-    """The function of that name. ConfigError for another name."""
+class _FLOAT64:
+    maximum, minimum, where, tanh, expm1, expit, ndtr = np.maximum, np.minimum, np.where, np.tanh, np.expm1, special.expit, special.ndtr
+
+
+class _JAX:
+    maximum, minimum, where, tanh, expm1 = jnp.maximum, jnp.minimum, jnp.where, jnp.tanh, jnp.expm1
+    expit, ndtr = jax.scipy.special.expit, jax.scipy.special.ndtr
+
+
+def _gelu_tanh_slope(z):
+    gate = special.expit(2 * _TANH * (z + _CUBE * z**3))
+    return gate + z * gate * (1 - gate) * 2 * _TANH * (1 + 3 * _CUBE * z**2)
+
+
+# Name -> φ'(z), float64.
+SLOPES = {
+    "linear": np.ones_like,
+    "relu": lambda z: np.where(z > 0, 1.0, 0.0),
+    "gelu": lambda z: special.ndtr(z) + z * np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi),
+    "gelu_tanh": _gelu_tanh_slope,
+    "silu": lambda z: special.expit(z) * (1 + z * special.expit(-z)),
+    "tanh": lambda z: 1 / np.cosh(np.minimum(np.abs(z), 300.0)) ** 2,
+    "elu": lambda z: np.exp(np.minimum(z, 0.0)),
+    "sigmoid": lambda z: special.expit(z) * special.expit(-z),
+}
+
+
+def c_phi(name: str, variance):
+    """E[φ(z)²]/variance for z ~ N(0, variance), any shape, float64: how a layer's variance shrinks on its way through φ.
+
+    At variance 0 its limit, φ'(0)², for ReLU ½; sigmoid, whose φ(0) is not 0, has none. Source: science 10; He et al. 2015
+    (arXiv:1502.01852).
+    """
+    phi = _known(name)
+    return _moment(lambda z, std: phi(z, _FLOAT64) / std, variance)
+
+
+def d_phi(name: str, variance):
+    """E[φ'(z)²] for z ~ N(0, variance), any shape, float64: what the slope makes of a gradient's variance. Source: as `c_phi`."""
+    _known(name)
+    return _moment(lambda z, std: SLOPES[name](z), variance)
+
+
+_LEGENDRE = np.polynomial.legendre.leggauss(POINTS)
+
+
+def _moment(function, variance):
+    """E[function(z, std)²]. Panels grow with the distance from 0 and start below both scales, the activation's (1) and the std's."""
+    std = np.sqrt(np.maximum(np.asarray(variance, np.float64), SMALLEST))[..., None]
+    first = np.minimum(std, 1.0) / 4
+    edges = np.concatenate([np.zeros_like(std), first * (14 * std / first) ** np.linspace(0, 1, PANELS)], axis=-1)
+    half = np.diff(edges)[..., None] / 2
+    z = (edges[..., :-1, None] + half * (1 + _LEGENDRE[0])).reshape(*std.shape[:-1], -1)
+    weights = (half * _LEGENDRE[1]).reshape(z.shape) * np.exp(-((z / std) ** 2) / 2) / (std * np.sqrt(2 * np.pi))
+    return np.sum(weights * (function(z, std) ** 2 + function(-z, std) ** 2), axis=-1)
+
+
+def _known(name: str):
     if name not in ACTIVATIONS:
         raise ConfigError(f"theory: activation {name!r} is none of {', '.join(ACTIVATIONS)}.")
     return ACTIVATIONS[name]
+
+
+def activation(name: str):
+    """The function of that name, for JAX. ConfigError for another name."""
+    phi = _known(name)
+    return lambda z: phi(z, _JAX)
 
 
 def _quadrature(terms: int):
@@ -46,25 +116,10 @@ _X_Q, _W_Q, _H_QN = _quadrature(TERMS)
 
 
 def second_moment(name: str, variance):
-    """E[φ(z)²] for z ~ N(0, variance), any shape, fp32."""
-    return _second_moment(activation(name), variance)
-
-
-def second_moment_of_slope(name: str, variance):
-    """E[φ'(z)²] for z ~ N(0, variance), any shape, fp32: d_φ of the backward recursion. Source: He et al. 2015, arXiv:1502.01852."""
-    slope = jax.grad(activation(name))
-    return _second_moment(lambda z: jax.vmap(slope)(z.reshape(-1)).reshape(z.shape), variance)
-
-
-def c_phi(name: str, variance):
-    """E[φ(z)²]/variance: by how much a layer's variance shrinks on its way through φ. Source: science 5."""
-    return second_moment(name, variance) / variance
-
-
-def _second_moment(phi, variance):
+    """E[φ(z)²] for z ~ N(0, variance), any shape, fp32 and traceable."""
     variance = jnp.asarray(variance, jnp.float32)
     z = jnp.sqrt(variance)[..., None] * _X_Q.astype(np.float32).reshape((1,) * variance.ndim + (-1,))
-    return jnp.square(phi(z)) @ _W_Q.astype(np.float32)
+    return jnp.square(activation(name)(z)) @ _W_Q.astype(np.float32)
 
 
 def hermite_amplitudes(name: str, variance_T):
@@ -72,7 +127,10 @@ def hermite_amplitudes(name: str, variance_T):
 
     The last term carries what the first N leave of E[φ(z)²].
     """
-    phi = activation(name)
+    return _amplitudes(activation(name), variance_T)
+
+
+def _amplitudes(phi, variance_T):
     values_TQ = phi(jnp.sqrt(variance_T)[:, None] * _X_Q.astype(np.float32)[None])
     b_TN = values_TQ @ (_W_Q[:, None] * _H_QN).astype(np.float32)
     rest_T = jnp.maximum(jnp.square(values_TQ) @ _W_Q.astype(np.float32) - jnp.sum(jnp.square(b_TN), axis=1), 0)
@@ -108,6 +166,15 @@ def covariance_kernel(name: str, covariance_TT, width=None):
             kernel_TT += sine_TT**3 / (4 * np.pi * width)  # half the second derivative, 1/(2π·sine), times sine⁴/width
         return std_T[:, None] * std_T[None, :] * kernel_TT
     return power_kernel(hermite_amplitudes(name, variance_T), rho_TT, width)
+
+
+def slope_kernel(name: str, covariance_TT):
+    """E[φ'(z_i) φ'(z_j)] as [T, T] for z ~ N(0, covariance). ReLU has the closed arc-cosine form of order 0 (Cho & Saul 2009)."""
+    rho_TT = correlation(covariance_TT)
+    if name == "relu":
+        return (np.pi - jnp.arccos(rho_TT)) / (2 * np.pi)
+    phi = activation(name)
+    return power_kernel(_amplitudes(lambda z: jax.jvp(phi, (z,), (jnp.ones_like(z),))[1], jnp.diagonal(covariance_TT)), rho_TT)
 
 
 def correlation(covariance_TT):

@@ -28,7 +28,7 @@ def first_fault(program, state, batch, config) -> str:
     except jax.errors.JaxRuntimeError as error:
         return f"which layer is not known, the check failed ({str(error)[:100]})"
     parameters, (embedded, attended_L, fed_L), loss, gradients = found
-    dense = len(parameters["dense_layers"]["attn_norm"]["gain"]) if "dense_layers" in parameters else 0
+    dense = len(jax.tree.leaves(parameters["dense_layers"])[0]) if "dense_layers" in parameters else 0
     bad = _first_bad_path(parameters, dense)
     if bad:
         return f"parameter {bad} is not finite before the step"

@@ -22,7 +22,7 @@ from gammalm.config import (
     typed_args,
     validate,
 )
-from gammalm.config_checks import KINDS, RULES
+from gammalm.config_checks import KINDS, NET_RULES, RULES
 from gammalm.errors import ConfigError
 
 DEFAULTS = {"size": "tiny", "steps": 10, "lr": 0.5, "tied": True, "mixture": "a"}
@@ -176,7 +176,7 @@ def test_a_missing_config_names_the_known_ones(spec):
 
 
 def config_names():
-    return [name for name in available() if not name.startswith("grids/")]
+    return [name for name in available() if not name.startswith("grids/") and name != "mlp"]
 
 
 @pytest.mark.parametrize("name", config_names())
@@ -196,7 +196,32 @@ def test_every_config_is_valid_in_every_size(name, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
-@pytest.mark.parametrize("leaf, kind, needed", [("attention", "mla", "mla.kv_rank"), ("ffn", "moe", "moe.top_k")])
+def test_nets_have_leaves_and_rules_of_their_own(tmp_path):
+    module = load_module("mlp")
+    for data in module.WIDTHS:
+        for optimizer in module.RATES:
+            config = validate(load_config(f"mlp:data={data},optimizer={optimizer},std=0.1"))
+            assert set(leaves(config)) == set(NET_RULES) and config.is_locked
+    to_json(config, tmp_path / "config.json")
+    assert from_json(tmp_path / "config.json") == config, "leaves of decoders came in"
+    told = {
+        "model.widths": ((11, 16, 10), "must begin and end with"), "init.preset": ("mup", "one of fan_in"), "data.name": ("iris", "one of"),
+        "optimizer.kind": ("muon", "one of sgd, adam"), "train.epochs": (0, "at least 1"),
+    }  # fmt: skip
+    for name, (value, message) in told.items():
+        with pytest.raises(ConfigError, match=message):
+            validate(load_config("mlp:data=wine-red", [(name, value)]))
+    with config.unlocked():
+        config.model.d_model = 4
+    with pytest.raises(ConfigError, match="model.d_model: a net"):
+        validate(config)
+    for wrong in ("data=iris", "optimizer=muon"):
+        with pytest.raises(ConfigError, match="is none of"):
+            load_config(f"mlp:{wrong}")
+
+
+@pytest.mark.parametrize("leaf, kind, needed", [("attention", "mla", "mla.kv_rank"), ("ffn", "moe", "moe.top_k"),
+                                               ("ffn", "mlp", "activation"), ("positions", "learned", "max_positions")])
 def test_a_kind_is_chosen_with_the_config(leaf, kind, needed):
     config = load_config("lm:size=tiny", [(f"model.{leaf}", kind)])
     with pytest.raises(ConfigError, match=rf"(?s)model.{leaf}='{kind}' needs .*model.{needed}.*not as an override"):

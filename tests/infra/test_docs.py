@@ -13,6 +13,7 @@ import pytest
 from gammalm.cli.main import COMMANDS, build_parser, main
 from gammalm.cli.options import split_overrides
 from gammalm.config import leaves, load_config, validate
+from gammalm.config_checks import KINDS, NET_RULES
 from gammalm.data.mixture import group_weights
 from gammalm.errors import ConfigError
 from gammalm.experiments.grid import load_grid
@@ -192,7 +193,7 @@ def test_sections_that_the_code_cites_exist():
 
 
 def test_values_of_the_config_are_named_right():
-    known = leaves(load_config("lm"))
+    known = set(leaves(load_config("lm"))).union(NET_RULES, *KINDS.values())
     groups = "|".join(sorted({name.partition(".")[0] for name in known if "." in name}))
     for page in PAGES:
         for name in re.findall(rf"`(?:--config\.)?((?:{groups})\.[a-z_0-9]+)\b(?!\.|\()", page.read_text("utf-8")):

@@ -46,8 +46,9 @@ def test_measured_std_of_every_parameter(decoder_specs, init_config, preset, dep
         if row["role"] == "norm":
             assert (weights == (base / d if (preset, row["path"]) == ("mup", "final_norm/gain") else 1)).all()
             continue
-        for layer in weights if row["layers"] else [weights]:
-            assert layer.std() == pytest.approx(row["sigma"], rel=5 / math.sqrt(2 * layer.size)), row["path"]
+        layers = weights if row["layers"] else [weights]
+        for layer, sigma in zip(layers, np.broadcast_to(row["sigma"], len(layers)), strict=True):
+            assert layer.std() == pytest.approx(sigma, rel=5 / math.sqrt(2 * layer.size)), row["path"]
 
 
 def test_truncated_parameters_keep_their_std(draw, decoder_specs):

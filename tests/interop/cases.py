@@ -12,6 +12,7 @@ BASE = {
     "dtype": "float32", "residual_dtype": "float32",
 }  # fmt: skip
 HEADS = {"n_kv_heads": 2, "head_dim": 10}
+GPT2 = {"n_kv_heads": 4, "head_dim": 6}
 LATENT = {"attention": "mla", "norm_eps": 1e-6, "mla.kv_rank": 9, "mla.nope_dim": 6, "mla.rope_dim": 8, "mla.v_dim": 5}
 MIXED = {"ffn": "moe", "moe.n_experts": 6, "moe.top_k": 2, "moe.n_shared": 2, "moe.d_expert": 7, "moe.route_scale": 1.5}
 
@@ -37,13 +38,14 @@ CASES = {
 }
 
 
-def config_of(leaves, packing="documents"):
+def config_of(leaves, packing="documents", style="gamma"):
     """A locked config with these leaves of config.model, and values elsewhere that no default has."""
+    base = {name: value for name, value in BASE.items() if name != "rope_theta"} | GPT2 if style == "gpt2" else BASE
     kind = {"attention": "mha", "ffn": "dense"} | {name: leaves[name] for name in ("attention", "ffn") if name in leaves}
     size = "tiny-moe" if kind["ffn"] == "moe" else "tiny"
-    spec = f"lm:size={size},attention={kind['attention']},vocab=50,seq_len=12,batch=2,steps=10,packing={packing}"
+    spec = f"lm:size={size},attention={kind['attention']},style={style},vocab=50,seq_len=12,batch=2,steps=10,packing={packing}"
     rest = [("optimizer.learning_rate", 0.0123), ("init.gamma", 0.7)]
-    return load_config(spec, [(f"model.{name}", value) for name, value in (BASE | leaves).items()] + rest)
+    return load_config(spec, [(f"model.{name}", value) for name, value in (base | leaves).items()] + rest)
 
 
 def random_model(config, seed=0):

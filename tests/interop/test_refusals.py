@@ -139,7 +139,7 @@ LLAMA, MISTRAL, QWEN, NEXT = "llama, tied", "mistral: 24 is no multiple of 5", "
 GLM, DEEPSEEK = "glm4-moe", "deepseek-v3"
 MISFITS = [
     (LLAMA, {"model_type": "olmo2"}, "normalises the output of each branch"),
-    (LLAMA, {"model_type": "gpt2"}, "what can be imported is llama, mistral"),
+    (LLAMA, {"model_type": "bloom"}, "what can be imported is llama, mistral"),
     (LLAMA, {"model_type": "REMOVED"}, "model_type None"),
     (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM is the language model"),
     (LLAMA, {"model_type": ["llama"]}, "model_type ['llama']"),

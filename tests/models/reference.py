@@ -6,6 +6,7 @@ K head size, F FFN width, V vocabulary, E experts, C rank of a latent.
 
 import jax
 import numpy as np
+from scipy.stats import norm
 
 from gammalm.config import apply_overrides, leaves, load_config
 from gammalm.trees import nested
@@ -16,18 +17,20 @@ SMALL = {
 }  # fmt: skip
 
 
+SPEC = "lm:vocab=50,seq_len=12,batch=2,steps=10,gate=none"
 SMALL_MLA = {"model.mla.kv_rank": 10, "model.mla.nope_dim": 6, "model.mla.rope_dim": 4, "model.mla.v_dim": 8}
 SMALL_MOE = {"model.moe.n_experts": 6, "model.moe.top_k": 2, "model.moe.d_expert": 12, "model.moe.balance_loss": 0.05}
 
 
-def small_config(spec="lm:vocab=50,seq_len=12,batch=2,steps=10,gate=none", *, attention="mha", ffn="dense", **changes):
+def small_config(spec=SPEC, *, attention="mha", ffn="dense", style="gamma", preset="", **changes):
     """A config of a few thousand parameters in fp32, GQA, H·K = D; `changes` name leaves of `config.model`, or group__leaf, or seed.
+    `style` and `preset` are arguments of the config.
 
     model__moe__top_k is the leaf model.moe.top_k.
     """
     dotted = {name: name.replace("__", ".") if "__" in name or name == "seed" else f"model.{name}" for name in changes}
     named = {dotted[name]: value for name, value in changes.items()}
-    config = load_config(f"{spec},size={'tiny-moe' if ffn == 'moe' else 'tiny'},attention={attention}")
+    config = load_config(f"{spec},size={'tiny-moe' if ffn == 'moe' else 'tiny'},attention={attention},style={style},preset={preset}")
     small = {name: value for name, value in (SMALL | SMALL_MLA | SMALL_MOE).items() if name in leaves(config)}
     return apply_overrides(config, list((small | named).items()))
 
@@ -51,6 +54,37 @@ def random_buffers(model, seed=1, scale=0.1):
 
 def rms_norm(x, gain, eps):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * gain
+
+
+def layer_norm(x, gain, bias, eps):
+    away = x - x.mean(-1, keepdims=True)
+    return away / np.sqrt((away**2).mean(-1, keepdims=True) + eps) * gain + bias
+
+
+def norm_of(x, w, c):
+    """What `config.model.norm` makes of x with the parameters `w`, which are None where there is no norm."""
+    if c.norm == "none" or w is None:
+        return x
+    if c.norm == "fixup":
+        return x + w["bias"]
+    return layer_norm(x, w["gain"], w["bias"], c.norm_eps) if c.norm == "layer" else rms_norm(x, w["gain"], c.norm_eps)
+
+
+def tied_in(x, y, w, c):
+    """The stream after a branch gave y."""
+    if c.residual == "pre":
+        return x + y
+    return norm_of((x * (2 * c.n_layers) ** 0.25 if c.residual == "deepnorm" else x) + y, w, c)
+
+
+def shifted(x, w, name):
+    """x and Fixup's bias of that name, where the branch `w` has one."""
+    return x + w[f"{name}_shift"]["bias"] if f"{name}_shift" in w else x
+
+
+def multiplied(y, w):
+    """y times Fixup's multiplier, where the branch `w` has one."""
+    return y * w["scale"]["gain"] if "scale" in w else y
 
 
 def rope(x_THK, positions, theta):
@@ -98,7 +132,10 @@ def attend(n_TD, attn, c, positions, segments):
     """Heads' outputs [T, H, K] before the gate: multi-head, grouped-query or latent attention on the normed input."""
 
     def through(x, name):
-        return np.tensordot(x, attn[name], 1)
+        return np.tensordot(x, attn[name], 1) + attn.get(f"{name}_bias", 0)
+
+    def turned(x):
+        return rope(x, positions, c.rope_theta) if c.positions == "rope" else x
 
     sink = {"none": None, "one": np.zeros(c.n_heads), "learned": attn.get("sink")}[c.softmax_sink]
     if c.attention == "mla":
@@ -112,12 +149,26 @@ def attend(n_TD, attn, c, positions, segments):
     q, k, v = (through(n_TD, name) for name in ("q", "k", "v"))
     if c.qk_norm:
         q, k = rms_norm(q, attn["q_norm"]["gain"], c.norm_eps), rms_norm(k, attn["k_norm"]["gain"], c.norm_eps)
-    return attention(rope(q, positions, c.rope_theta), rope(k, positions, c.rope_theta), v, segments, sink)[0]
+    return attention(turned(q), turned(k), v, segments, sink)[0]
 
 
 def swiglu(x, w):
-    up = x @ w["gate"]
-    return (up * sigmoid(up) * (x @ w["up"])) @ w["down"]
+    up = shifted(x @ w["gate"], w, "act")
+    return multiplied(shifted(up * sigmoid(up) * (x @ w["up"]), w, "down") @ w["down"], w)
+
+
+ACTIVATIONS = {
+    "relu": lambda z: np.maximum(z, 0),
+    "gelu": lambda z: z * norm.cdf(z),
+    "gelu_tanh": lambda z: z * sigmoid(2 * np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)),  # 1 + tanh(u) = 2·sigmoid(2u)
+    "silu": lambda z: z * sigmoid(z),
+    "tanh": np.tanh,
+}
+
+
+def mlp(x, w, activation):
+    hidden = ACTIVATIONS[activation](shifted(x @ w["up"] + w.get("up_bias", 0), w, "act"))
+    return multiplied(shifted(hidden, w, "down") @ w["down"] + w.get("down_bias", 0), w)
 
 
 def mixture(n_TD, ffn, bias_E, c, valid_T):
@@ -155,27 +206,30 @@ def forward(params, c, tokens_T, segments_T=None, buffers=None):
     positions = positions_of(segments_T, len(tokens_T))
     valid_T = np.ones(len(tokens_T), bool) if segments_T is None else segments_T > 0
     x = p["embed"]["table"][tokens_T]
+    if c.positions == "learned":
+        x = x + p["embed"]["positions"][positions]
     measured = []
     for stack in ("dense_layers", "layers"):
-        depth = len(p[stack]["attn_norm"]["gain"]) if stack in p else 0
+        depth = len(p[stack]["attn"]["out"]) if stack in p else 0
         for layer in range(depth):
             w = jax.tree.map(lambda a: a[layer], p[stack])  # noqa: B023
             attn, ffn = w["attn"], w["ffn"]
-            n = rms_norm(x, w["attn_norm"]["gain"], c.norm_eps)
+            n = norm_of(x, w.get("attn_norm"), c) if c.residual == "pre" else x
             y = attend(n, attn, c, positions, segments_T)
             if c.gate == "elementwise":
                 y = y * sigmoid(np.tensordot(n, attn["gate"], 1))
             elif c.gate == "headwise":
                 y = y * sigmoid(n @ attn["gate"])[..., None]
-            x = x + np.tensordot(y, attn["out"], 2)
-            n = rms_norm(x, w["ffn_norm"]["gain"], c.norm_eps)
+            y = multiplied(np.tensordot(shifted(y, attn, "out"), attn["out"], 2) + attn.get("out_bias", 0), attn)
+            x = tied_in(x, y, w.get("attn_norm"), c)
+            n = norm_of(x, w.get("ffn_norm"), c) if c.residual == "pre" else x
             if "experts" in ffn:
                 y, *found = mixture(n, ffn, buffers[stack]["ffn"]["bias"][layer], c, valid_T)
                 measured.append(found)
-                x = x + y
             else:
-                x = x + swiglu(n, ffn)
-    x = rms_norm(x, p["final_norm"]["gain"], c.norm_eps)
+                y = mlp(n, ffn, c.activation) if c.ffn == "mlp" else swiglu(n, ffn)
+            x = tied_in(x, y, w.get("ffn_norm"), c)
+    x = norm_of(x, p.get("final_norm"), c)
     z = x @ (p["embed"]["table"].T if c.tie_embeddings else p["head"]["kernel"])
     return (z if not c.logit_softcap else c.logit_softcap * np.tanh(z / c.logit_softcap)), measured
 

@@ -21,6 +21,7 @@ from .reference import random_buffers, random_params, small_config
 
 # Between them: MHA, GQA and MQA, latents with and without one for queries, every gate, every softmax sink, QK-norm, tied and untied heads,
 # soft-cap, mixtures with and without dense first layers, both scores of a router, loops over layers and unrolled ones.
+SLOTS = 14
 VARIANTS = {
     "gqa": dict(),
     "mha, headwise, untied, learned sink": dict(n_kv_heads=4, head_dim=10, gate="headwise", softmax_sink="learned", tie_embeddings=False),
@@ -32,12 +33,14 @@ VARIANTS = {
         attention="mla", ffn="moe", gate="elementwise", n_layers=3, model__mla__q_rank=8, model__moe__first_k_dense=1,
         softmax_sink="learned",
     ),
+    "gpt2, post-norm": dict(style="gpt2", residual="post", max_positions=SLOTS),
+    "fixup": dict(preset="fixup", gate="headwise"),
     "moe, softmax, two shared, sink of one": dict(
         ffn="moe", model__moe__score="softmax", model__moe__n_shared=2, model__moe__top_k=3, softmax_sink="one",
     ),
 }  # fmt: skip
 MIXED = "compressed mla, elementwise, learned sink, moe after a dense layer"
-V, SLOTS = 50, 14
+V = 50
 PIECES = np.array([[4, 3, 1], [6, 1, 1], [1, 3, 1], [2, 0, 1]])  # tokens of each row in each piece
 WIDTHS = (6, 3, 1)  # of the arrays in which they come
 ENDS = PIECES.sum(1)
@@ -89,7 +92,7 @@ def read(b, params, tokens, filler=0, spoil=lambda cache: cache):
     return logits
 
 
-QUICK = ("gqa", "mqa, elementwise, qk-norm, softcap, sink of one", "mla, headwise, untied", MIXED)
+QUICK = ("gqa", "mqa, elementwise, qk-norm, softcap, sink of one", "mla, headwise, untied", "gpt2, post-norm", MIXED)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in VARIANTS])

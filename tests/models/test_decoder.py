@@ -27,6 +27,15 @@ VARIANTS = {
         attention="mla", ffn="moe", gate="elementwise", n_layers=3, model__mla__q_rank=8, model__moe__first_k_dense=1,
         softmax_sink="learned",
     ),
+    "gpt2": dict(style="gpt2"),
+    "post-norm, two matrices without biases": dict(
+        style="gpt2", residual="post", activation="gelu", biases=False, gate="elementwise", tie_embeddings=False,
+    ),
+    "deepnorm": dict(preset="deepnorm", qk_norm=True),
+    "deepnorm, moe": dict(ffn="moe", residual="deepnorm"),
+    "fixup": dict(preset="fixup", gate="headwise"),
+    "fixup, gpt2": dict(style="gpt2", preset="fixup", activation="relu"),
+    "no norm": dict(style="gpt2", norm="none", activation="silu"),
     "moe, softmax, two shared": dict(
         ffn="moe", model__moe__score="softmax", model__moe__n_shared=2, model__moe__route_scale=2.5, model__moe__top_k=3,
     ),
@@ -81,9 +90,16 @@ def test_logits_equal_the_reference(built, name):
             np.testing.assert_allclose(ours[row], expected, atol=1e-5 * abs(expected).max())
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("plain", "mha, wide heads, theta")])
+FULL_TIER = ("deepnorm", "deepnorm, moe", "fixup", "post-norm, two matrices without biases", "no norm")
+DIFFERENTIATED = [name for name in VARIANTS if name not in ("plain", "mha, wide heads, theta")]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in FULL_TIER else []) for n in DIFFERENTIATED])
 def test_gradient_is_the_slope_of_the_reference_loss(built, name):
-    """Along one random direction per parameter, against central differences in float64 (their own error is about h² = 1e-10)."""
+    """Along one random direction per parameter, against central differences in float64 (their own error is about h² = 1e-10).
+
+    The slope along a bias of keys is 0 where keys are not rotated, and what fp32 leaves of it is as large as the whole gradient says.
+    """
     b = built(name)
     batch = {"tokens": tokens(), "segments": SEGMENTS}
     loss, gradients, count, measured = jax.jit(lambda p: loss_and_gradients(b.model, p, b.buffers, batch, b.eps, 1))(b.params)
@@ -94,6 +110,7 @@ def test_gradient_is_the_slope_of_the_reference_loss(built, name):
     rng = np.random.default_rng(3)
     flat, structure = jax.tree.flatten(jax.tree.map(lambda a: np.asarray(a, np.float64), b.params))
     h = 1e-5
+    whole = np.sqrt(sum((np.asarray(g) ** 2).sum() for g in jax.tree.leaves(gradients)))
     for i, gradient in enumerate(jax.tree.leaves(gradients)):
         direction = rng.normal(size=flat[i].shape)
         ends = []
@@ -102,7 +119,7 @@ def test_gradient_is_the_slope_of_the_reference_loss(built, name):
             ends.append(objective(jax.tree.unflatten(structure, moved)))
         slope = (ends[0] - ends[1]) / (2 * h)
         size = np.linalg.norm(gradient) * np.linalg.norm(direction)
-        assert float((gradient * direction).sum()) == pytest.approx(slope, abs=1e-5 * size + 1e-7), list(b.model.specs)[i]
+        assert float((gradient * direction).sum()) == pytest.approx(slope, abs=1e-5 * size + 1e-6 * whole), list(b.model.specs)[i]
 
 
 def test_one_segment_is_none(built):
@@ -115,11 +132,11 @@ def test_positions_start_again_at_each_document(built):
     """Within a document RoPE sees distances alone, so logits cannot show it: the angles can. Padding is a document of its own."""
     b = built("plain")
     decoder = b.model.bind(jax.tree.map(jnp.asarray, b.params))
-    cos, sin = decoder.angles(tokens()[:, :-1], jnp.asarray(SEGMENTS[:, :-1]))
+    cos, sin = decoder.start(tokens()[:, :-1], jnp.asarray(SEGMENTS[:, :-1]))[1]
     positions = np.stack([reference.positions_of(row, T) for row in SEGMENTS[:, :-1]])
     np.testing.assert_allclose(cos[:, :, 0, 0], np.cos(positions), atol=1e-6)  # the first frequency is 1
     np.testing.assert_allclose(sin[:, :, 0, 0], np.sin(positions), atol=1e-6)
-    cos, _ = decoder.angles(tokens()[:, :-1], None)
+    cos, _ = decoder.start(tokens()[:, :-1], None)[1]
     np.testing.assert_allclose(cos[0, :, 0, 0], np.cos(np.arange(T)), atol=1e-6)
 
 
@@ -179,7 +196,7 @@ def test_bf16_is_near_fp32(built):
         c = small_config(dtype="bfloat16", residual_dtype=residual)
         model = Model(c.model)
         decoder = model.bind(jax.tree.map(jnp.asarray, exact.params))
-        assert decoder.embed_tokens(tokens()).dtype == residual
+        assert decoder.start(tokens(), None)[0].dtype == residual
         ours = jax.jit(lambda p, t, model=model: model.bind(p).logits(t, None, exact.eps))(exact.params, tokens()[:, :-1])
         assert ours.dtype == jnp.float32
         errors.append(np.sqrt(((np.asarray(ours) - logits) ** 2).mean()) / logits.std())

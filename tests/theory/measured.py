@@ -21,7 +21,7 @@ def zipf(shape, vocab, seed=0):
 def described(config) -> Decoder:
     """The theory's description of `config`: its sizes, and its own table of standard deviations."""
     c = config.model
-    assert c.softmax_sink == "none", "the theory knows no softmax sink"
+    assert c.softmax_sink == "none" and c.residual == "pre", "the theory knows no softmax sink and no post-norm"
     model = Model(c)
     rows = {row["path"]: row for row in init_table(model.specs, config.init, d_model=c.d_model, n_layers=c.n_layers)}
     first = c.moe.first_k_dense if c.ffn == "moe" else 0
@@ -29,15 +29,18 @@ def described(config) -> Decoder:
     stacks, stds = [], []
     for name, depth, ffn in (("dense_layers", first, "dense"), ("layers", c.n_layers - first, c.ffn)):
         if depth:
-            kind = Dense(c.d_ff)
+            kind = Dense(c.d_ff, c.activation) if ffn == "mlp" else Dense(c.d_ff)
             if ffn == "moe":
                 kind = Mixture(c.moe.n_experts, c.moe.top_k, c.moe.n_shared, c.moe.d_expert, c.moe.score, c.moe.route_scale)
             stacks.append(Stack(depth, attention, kind, c.gate))
             stds.append({path.removeprefix(f"{name}/"): row["sigma"] for path, row in rows.items()
-                         if path.startswith(f"{name}/") and row["role"] != "norm"})  # fmt: skip
+                         if path.startswith(f"{name}/") and row["role"] not in ("norm", "bias")})  # fmt: skip
     embed = rows["embed/table"]["sigma"]
     head = None if c.tie_embeddings else rows["head/kernel"]["sigma"]
-    return Decoder(c.d_model, c.vocab_size, tuple(stacks), tuple(stds), embed, head, c.norm_eps, c.rope_theta, c.logit_softcap)
+    if c.positions == "learned":
+        assert rows["embed/positions"]["sigma"] == 0, "the theory knows no learned positions"
+    theta = c.rope_theta if c.positions == "rope" else 1e30  # so slow that nothing turns
+    return Decoder(c.d_model, c.vocab_size, tuple(stacks), tuple(stds), embed, head, c.norm_eps, theta, c.logit_softcap)
 
 
 def _program(model, logits):
@@ -53,7 +56,7 @@ def _program(model, logits):
             streams |= {"ffn_in": visit.between_BTD, "ffn_added": visit.ffn_BTD}
             return {name: mean_square(x_BTD) for name, x_BTD in streams.items()}
 
-        e_BTD = decoder.embed_tokens(tokens_BT)
+        e_BTD, _ = decoder.start(tokens_BT, segments_BT)
         x_BTD, found = decoder.walk(tokens_BT, segments_BT, eps, look)
         found |= {"embed": mean_square(e_BTD), "final": mean_square(x_BTD), "flow2": mean_square(x_BTD - e_BTD)}
         if logits:

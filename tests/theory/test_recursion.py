@@ -18,14 +18,14 @@ from .measured import described, deviations, measure, zipf
 TOLERANCE = 0.03
 
 
-def config(d=128, layers=2, spec="", head=32, **changes):
+def config(d=128, layers=2, spec="", head=32, rules=(), **changes):
     """An fp32 model of width d; d_ff 8d/3; `changes` as in tests/models/reference.py: model leaves, with __ for a group."""
     c = load_config(f"lm:size={'tiny-moe' if 'moe__n_experts' in changes else 'tiny'},vocab=1000,{spec}")
     sizes = {"d_model": d, "n_layers": layers, "n_heads": d // head, "n_kv_heads": d // head, "head_dim": head,
              "d_ff": 8 * d // 3 // 16 * 16, "dtype": "float32", "residual_dtype": "float32"}  # fmt: skip
     known = leaves(c)
     named = {f"model.{name.replace('__', '.')}": value for name, value in (sizes | changes).items()}
-    return apply_overrides(c, [(name, value) for name, value in named.items() if name in known])
+    return apply_overrides(c, [(name, value) for name, value in named.items() if name in known] + [("init.rules", rules)])
 
 
 def check(c, T=48, B=4, draws=6, heads=None, segments=None, tokens=None):
@@ -50,6 +50,7 @@ def test_small_models(case):
 
 MLA = dict(mla__kv_rank=32, mla__nope_dim=32, mla__rope_dim=16, mla__v_dim=32)
 MOE = dict(moe__n_experts=12, moe__top_k=3, moe__n_shared=1, moe__d_expert=64, moe__first_k_dense=1, layers=3)
+GPT2 = "style=gpt2,eps=1e-12,"
 KINDS = {
     "mla γ=1": dict(spec="attention=mla,gate=none,gamma=1.0,eps=1e-12", **MLA),
     "mla γ=.5 gate": dict(spec="attention=mla,gate=elementwise,gamma=0.5,eps=1e-5", **MLA),
@@ -57,6 +58,8 @@ KINDS = {
     "moe γ=1": dict(spec="gate=none,gamma=1.0,eps=1e-12", **MOE),
     "moe γ=.5 gate": dict(spec="gate=elementwise,gamma=0.5,eps=1e-12", **MOE),
     "moe γ=.75 softmax, scaled": dict(spec="gate=none,gamma=0.75,eps=1e-5", **MOE, moe__score="softmax", moe__route_scale=2.5),
+    "γ=1, two matrices, LayerNorm": dict(spec=GPT2 + "gamma=1.0", rules=("embed/positions=zeros",)),
+    "γ=.6, two matrices, ReLU": dict(spec=GPT2 + "gamma=0.6", rules=("embed/positions=zeros",), activation="relu"),
     "qk-norm, groups": dict(spec="gate=none,gamma=1.0,eps=1e-12", qk_norm=True, n_kv_heads=2),
 }
 

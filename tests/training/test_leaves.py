@@ -26,6 +26,7 @@ SMALL = [
     ("model.loss_chunk", 16), ("model.dtype", "float32"),
 ]  # fmt: skip
 SPEC = "lm:size=tiny,vocab=32,seq_len=8,batch=8,steps=4"
+GPT2 = "lm:size=tiny,style=gpt2,vocab=32,seq_len=8,batch=8,steps=4"
 MIXTURE = "lm:size=tiny-moe,attention=mla,vocab=32,seq_len=8,batch=8,steps=4"  # the leaves of the other kinds
 
 
@@ -154,6 +155,8 @@ WIRED = {
     "model.n_kv_heads": (1, (), step_program),
     "model.head_dim": (8, (), step_program),
     "model.d_ff": (32, (), step_program),
+    "model.norm": ("layer", (), step_program),
+    "model.residual": ("deepnorm", (), step_program),
     "model.norm_eps": (1e-3, (), traced_scalars),
     "model.gate": ("headwise", (), step_program),
     "model.softmax_sink": ("learned", (), step_program),
@@ -215,7 +218,12 @@ WIRED = {
     "mesh.dcn_fsdp": (2, [("mesh.data", 1), ("mesh.fsdp", 8)], arranged),
 }
 # The kind of a layer decides which leaves there are, so it is chosen with the config and not by an override.
-CHOSEN = {"model.attention": "attention=mla", "model.ffn": "size=tiny-moe"}
+CHOSEN = {"model.attention": "attention=mla", "model.ffn": "size=tiny-moe", "model.positions": "style=gpt2"}
+WIRED_GPT2 = {
+    "model.activation": ("silu", (), step_program),
+    "model.biases": (False, (), step_program),
+    "model.max_positions": (9, (), step_program),
+}
 WIRED_MIXTURE = {
     "model.mla.q_rank": (6, (), step_program),
     "model.mla.kv_rank": (6, (), step_program),
@@ -235,11 +243,11 @@ WIRED_MIXTURE = {
 }
 
 
-@pytest.mark.parametrize("leaf", [*(leaf for leaf in WIRED if leaf not in CHOSEN), *WIRED_MIXTURE])
+@pytest.mark.parametrize("leaf", [*(leaf for leaf in WIRED if leaf not in CHOSEN), *WIRED_MIXTURE, *WIRED_GPT2])
 def test_leaf_changes_something(leaf, request):
-    value, context, shows = (WIRED | WIRED_MIXTURE)[leaf]
+    value, context, shows = (WIRED | WIRED_MIXTURE | WIRED_GPT2)[leaf]
     show = request.getfixturevalue(shows) if isinstance(shows, str) else shows
-    before = config(context, MIXTURE if leaf in WIRED_MIXTURE else SPEC)
+    before = config(context, MIXTURE if leaf in WIRED_MIXTURE else GPT2 if leaf in WIRED_GPT2 else SPEC)
     after = apply_overrides(before, [(leaf, value)])
     assert leaves(before)[leaf] != leaves(after)[leaf], "the test changes nothing"
     assert show(before) != show(after)
@@ -263,3 +271,4 @@ def test_what_shows_a_change_is_itself_steady(shows):
 def test_every_leaf_is_in_a_table():
     assert set(WIRED) | set(CHOSEN) == set(leaves(config()))
     assert set(WIRED_MIXTURE) | set(CHOSEN) == set(leaves(config(spec=MIXTURE))) - (set(WIRED) - set(CHOSEN))
+    assert set(WIRED_GPT2) | set(CHOSEN) == set(leaves(config(spec=GPT2))) - (set(WIRED) - set(CHOSEN))

@@ -1,4 +1,4 @@
-"""Every figure of the first paper by its id (docs/figures.md lists them), and what a figure is.
+"""Every figure of the papers by its id (docs/figures.md lists them), and what a figure is.
 
 A family of figures is a module of this package with a table `FIGURES`, id -> Figure; `load` imports the modules that it needs. Nothing
 here imports Matplotlib or JAX, so that `--help` can list the ids. What one point or quantity of a figure is, as a flat dict:
@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from gammalm.config import did_you_mean
@@ -30,10 +31,14 @@ FAMILIES = {
     "tokens": ("fig4a", "fig4b", "fig4c"),
     "condense": ("fig4d", "fig4e", "fig4f", "fig4g", "fig5", "fig6", "fig7", "fig8"),
 }
+# Experiments of the second source (docs/second_source.md), each with a grid of its own.
+SECOND = {"han_sweep": ("han-e1",), "han_compare": ("han-e2",), "han_track": ("han-e3",)}
+FAMILIES |= SECOND
 IDS = tuple(sorted(id_ for ids in FAMILIES.values() for id_ in ids))
 TRAINED = ("cpu", "gpu", "paper")  # scales of configs/grids/figures.py
 UNTRAINED = ("init",)
-ALL = "all"  # in place of an id: every figure there is at a scale
+ALL = "all"  # in place of an id: every figure of the first paper there is at a scale
+GRID = "grids/figures"  # that the first paper's figures share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +55,10 @@ class Drawing:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One figure of the paper.
+    """One figure.
 
+    section: of the paper, or the experiment of the second source. grid: the config of the grid that it reads, which takes `scale=`;
+    runs of another grid than GRID lie in a folder of their own, see `home`.
     reads: the cells of the grid that it reads, which are trained first; None where it needs no training.
     draw: (study, scale) -> Drawing, from whatever the study has so far. `study` is an `experiments.results.Study` of the whole grid, and
     None for a figure that needs no training. Raises ConfigError where there is nothing yet to draw.
@@ -59,10 +66,15 @@ class Figure:
 
     id: str
     title: str
-    section: str  # of the paper
+    section: str
     scales: tuple[str, ...]
     reads: Callable[[Grid], list[Cell]] | None
     draw: Callable[[Any, str], Drawing]
+    grid: str = GRID
+
+    def home(self, workdir: Path) -> Path:
+        """Where the runs that it reads lie below the workdir of all figures."""
+        return workdir if self.grid == GRID else workdir / Path(self.grid).name
 
 
 def load(ids: Iterable[str] = IDS) -> dict[str, Figure]:

@@ -123,7 +123,7 @@ def _matrices(runs: Sequence[Run], prefixes: Sequence[str] = ("",)) -> list[str]
 # ---- stable ranks: fig4f, fig4g, fig5 to fig8 ----------------------------------------------------------------------------------------
 
 
-def _steps_axis(axes, last: int) -> None:
+def steps_axis(axes, last: int) -> None:
     """A logarithmic axis of steps that has a place for step 0."""
     axes.set_xscale("log")
     decades = [10**n for n in range(int(np.log10(max(last, 1))) + 1)]
@@ -149,7 +149,7 @@ def _rank_panel(axes, runs: Sequence[Run], matrix: str) -> None:
     if (random := random_value(runs[0], "stable rank", matrix)) is not None:
         axes.axhline(random, color="#1b1f27", lw=1, ls="--")
     axes.set_ylim(bottom=0)
-    _steps_axis(axes, last)
+    steps_axis(axes, last)
 
 
 @plots.styled

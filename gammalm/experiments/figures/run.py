@@ -1,6 +1,7 @@
 """From an id to a picture: trains the cells that figures read and that are not done, draws, and writes the page of all figures.
 
-    <workdir>/grid.json  results.jsonl  cells/…                                       one grid for all figures (configs/grids/figures.py)
+    <workdir>/grid.json  results.jsonl  cells/…          one grid for all figures of the first paper (configs/grids/figures.py)
+    <workdir>/han_e1/grid.json  results.jsonl            a grid of its own for each experiment of the second source
     <workdir>/figures/<id>/<id>.png  <id>.svg  numbers.jsonl  caption.txt  [<id>.html]
     <workdir>/figures/index.html                                                      all figures that have been drawn there
 
@@ -20,7 +21,7 @@ from gammalm.config import call
 from gammalm.errors import ConfigError, GammalmError
 from gammalm.experiments import page, plots
 from gammalm.experiments.figures import catalog
-from gammalm.experiments.figures.catalog import ALL, IDS, TRAINED, UNTRAINED, Drawing, Figure
+from gammalm.experiments.figures.catalog import ALL, GRID, IDS, TRAINED, UNTRAINED, Drawing, Figure
 from gammalm.experiments.grid import Grid
 from gammalm.experiments.results import Study, read_rows, read_study
 from gammalm.files import write_text_atomic
@@ -47,7 +48,7 @@ def choose(id_: str, scale: str | None) -> tuple[list[Figure], str]:
         raise ConfigError(f"--scale {scale}: none of {', '.join((*UNTRAINED, *TRAINED))}.")
     if id_ == ALL:
         scale = scale or TRAINED[0]
-        return [f for f in catalog.load().values() if f.reads is None or scale in f.scales], scale
+        return [f for f in catalog.load().values() if f.grid == GRID and (f.reads is None or scale in f.scales)], scale
     (figure,) = catalog.load([id_]).values()
     scale = scale or figure.scales[0]
     if scale not in figure.scales:
@@ -55,12 +56,23 @@ def choose(id_: str, scale: str | None) -> tuple[list[Figure], str]:
     return [figure], scale
 
 
-def refuse_other_scale(workdir: Path, scale: str) -> None:
+def grid_of(figures: Sequence[Figure]) -> str:
+    """The config of the one grid that these figures read; GRID where none is trained."""
+    return next((figure.grid for figure in figures if figure.reads), GRID)
+
+
+def home_of(figures: Sequence[Figure], workdir: Path) -> Path:
+    """The folder of that grid's runs."""
+    return next((figure.home(workdir) for figure in figures if figure.reads), workdir)
+
+
+def refuse_other_scale(figures: Sequence[Figure], workdir: Path, scale: str) -> None:
     """Raises ConfigError where the runs of `workdir` are of other sizes than those of `scale`, which captions would name."""
-    held = {cell.labels.get("size") for cell in read_study(workdir).grid.cells}
-    sizes = {of: {cell.labels["size"] for cell in call(f"grids/figures:scale={of}", "get_grid").cells} for of in TRAINED}
+    held = {cell.labels.get("size") for cell in read_study(home_of(figures, workdir)).grid.cells}
+    scales = [of for of in TRAINED if any(of in figure.scales for figure in figures)]
+    sizes = {of: {cell.labels.get("size") for cell in call(f"{grid_of(figures)}:scale={of}", "get_grid").cells} for of in scales}
     if not held <= sizes[scale]:
-        fits = [f"Give --scale {of}." for of in TRAINED if held <= sizes[of]] or ["Give the --workdir of `gammalm figure`."]
+        fits = [f"Give --scale {of}." for of in scales if held <= sizes[of]] or ["Give the --workdir of `gammalm figure`."]
         raise ConfigError(f"{workdir}: its runs are not of scale {scale}: {', '.join(sorted(map(str, held - sizes[scale])))}. {fits[0]}")
 
 
@@ -69,12 +81,12 @@ def train(figures: Sequence[Figure], grid: Grid, workdir: Path, **how) -> list[d
     from gammalm.experiments.runner import run_grid
 
     names = {cell.name for figure in figures if figure.reads for cell in figure.reads(grid)}
-    return run_grid(grid, workdir, only=lambda cell: cell.name in names, **how) if names else []
+    return run_grid(grid, home_of(figures, workdir), only=lambda cell: cell.name in names, **how) if names else []
 
 
 def draw(figures: Sequence[Figure], workdir: Path, scale: str) -> list[Made]:
     """Draws `figures` from what `workdir` has, then writes the page. Raises ConfigError where a figure needs a grid and there is none."""
-    study = read_study(workdir) if any(figure.reads for figure in figures) else None
+    study = read_study(home_of(figures, workdir)) if any(figure.reads for figure in figures) else None
     made = [_draw(figure, study, workdir / "figures" / figure.id, scale) for figure in figures]
     write_index(workdir)
     return made
@@ -98,7 +110,7 @@ def _draw(figure: Figure, study: Study | None, folder: Path, scale: str) -> Made
 def _missing(figure: Figure, study: Study) -> list[str]:
     """What the figure reads and has no result, in a sentence."""
     names = {cell.name for cell in figure.reads(study.grid)}
-    left = [run for run in study.runs if run.cell.name in names and run.loss is None]
+    left = [run for run in study.runs if run.cell.name in names and run.loss is None and not run.row.get("diverged_at")]
     failed = [run for run in left if run.status != "unfinished"]
     said = f"Partial: {len(left)} of {len(names)} cells that this figure reads have no result"
     if failed:
@@ -158,8 +170,12 @@ def _section(figure: Figure, folder: Path) -> str:
         page.paragraph(caption, "note"),
         "".join(page.paragraph(note, "warn") for note in notes),
         _numbers(rows, title),
-        f'<p class="note">Section {escape(figure.section)} of the paper. Files: {links}</p>',
+        f'<p class="note">{escape(_source(figure))}. Files: {links}</p>',
     )
+
+
+def _source(figure: Figure) -> str:
+    return f"Section {figure.section} of the paper" if figure.grid == GRID else f"Experiment {figure.section} of the second source"
 
 
 def _numbers(rows: Sequence[dict], title: str) -> str:
