@@ -257,7 +257,8 @@ LATER = {
     "model.attention_kernel": "auto", "train.stall_timeout": 1800.0, "mesh.context": 1, "mesh.dcn_data": 1, "mesh.dcn_fsdp": 1,
     "train.spike": "off", "train.spike_window": 128, "train.spike_sigma": 6.0, "train.spike_rollbacks": 3, "data.loss": "all",
     "model.softmax_sink": "none", "monitor.kinds": (), "monitor.points": 24, "optimizer.kind": "adamw",
-    "init.base_width": 256,
+    "init.base_width": 256, "downstream.tasks": (), "downstream.steps": (), "downstream.limit": 0, "downstream.offline": False,
+    "downstream.include": "",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 from gammalm.errors import ConfigError, GammalmError
+from gammalm.experiments.downstream import check_tasks
 from gammalm.experiments.grid import Cell, Grid
 from gammalm.experiments.monitors import Monitor
 from gammalm.experiments.results import append_result, read_results
@@ -55,6 +56,7 @@ def run_grid(
     mode = mode or default_mode()
     if mode not in MODES:
         raise ConfigError(f"--mode {mode}: none of {', '.join(MODES)}.")
+    check_tasks(cell.config() for cell in grid.cells)
     processes.on_first("grid", lambda: _record(grid, workdir))
     rows, notices = read_results(workdir)
     processes.exchange("results read")
