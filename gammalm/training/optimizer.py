@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
-from gammalm.config import did_you_mean
 from gammalm.errors import ConfigError
 from gammalm.initializers import ROLES, rate_factors
+from gammalm.initializers.rules import nearest
 from gammalm.trees import flat, nested
 
 # Muon's, as in its author's code (Jordan et al. 2024, kellerjordan.github.io/posts/muon): which parameters get it, momentum of the
@@ -112,8 +112,7 @@ def decay_mask(specs, no_decay) -> dict:
     """
     for role in no_decay:
         if role not in ROLES:
-            hint = did_you_mean(role, ROLES)
-            raise ConfigError(f"optimizer.no_decay: {role!r} is no role of a parameter{hint} Roles: {', '.join(ROLES)}.")
+            raise ConfigError(f"optimizer.no_decay: {role!r} is no role of a parameter.{nearest(role, ROLES)}")
     return nested({path: 0.0 if spec.role in (*no_decay, "sink") else 1.0 for path, spec in specs.items()})
 
 

@@ -59,7 +59,7 @@ def test_decay_reaches_roles_not_ranks():
     mask = decay_mask(specs, ("embed", "gate"))
     assert mask["embed"]["table"] == mask["layers"]["attn"]["gate"] == 0.0
     assert mask["final_norm"]["gain"] == mask["layers"]["attn"]["q"] == 1.0
-    with pytest.raises(ConfigError, match="'norms' is no role of a parameter; did you mean norm?"):
+    with pytest.raises(ConfigError, match="'norms' is no role of a parameter. Did you mean 'norm'"):
         decay_mask(specs, ("norms",))
 
 
