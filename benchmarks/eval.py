@@ -22,7 +22,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--checkpoint", required=True, metavar="WORKDIR[:STEP]")
 parser.add_argument("--tasks", nargs="+", default=["arc_challenge", "hellaswag"])
 parser.add_argument("--limit", type=int, default=100, help="items of each task")
-parser.add_argument("--prompts", type=int, default=32, help="contexts that are continued")
+parser.add_argument("--prompts", type=int, default=128, help="contexts that are continued")
 parser.add_argument("--new", type=int, default=64, help="tokens of each")
 parser.add_argument("--layout", default="auto")
 parser.add_argument("--json", metavar="FILE", help="write all measurements there")

@@ -233,6 +233,13 @@ def get_config(arg: str = "") -> ConfigDict:
     c.monitor.kinds = ()  # of sink, flow, norm, condensation, weights
     c.monitor.points = 24  # steps, log-spaced from 1 to train.steps; and step 0
 
+    c.downstream = ConfigDict()  # benchmarks that the model is tested on while it trains (docs/evaluation.md)
+    c.downstream.tasks = ()  # of lm-evaluation-harness
+    c.downstream.steps = ()  # after these steps (0: before the first), and after the last
+    c.downstream.limit = 0  # the first items of each task; 0: all
+    c.downstream.offline = False  # items from the package registry, as gammalm eval --offline
+    c.downstream.include = ""  # folder of further tasks as YAML files; empty: none
+
     c.mesh = ConfigDict()  # sizes of the mesh axes; -1: what is left of the devices
     c.mesh.data = -1
     c.mesh.fsdp = 1

@@ -259,6 +259,8 @@ LATER = {
     "train.spike": "off", "train.spike_window": 128, "train.spike_sigma": 6.0, "train.spike_rollbacks": 3, "data.loss": "all",
     "model.softmax_sink": "none", "monitor.kinds": (), "monitor.points": 24, "optimizer.kind": "adamw",
     "init.base_width": 256, "model.norm": "rms", "model.residual": "pre", "model.positions": "rope",
+    "downstream.tasks": (), "downstream.steps": (), "downstream.limit": 0, "downstream.offline": False,
+    "downstream.include": "",
 }  # fmt: skip
 
 

@@ -109,6 +109,14 @@ RULES: dict[str, Check] = {
     "train.spike_rollbacks": _whole(0),
     "monitor.kinds": _TEXTS,
     "monitor.points": _whole(2),
+    "downstream.tasks": _TEXTS,
+    "downstream.steps": (
+        "a list of whole numbers of at least 0, such as (0, 500)",
+        lambda v: isinstance(v, tuple | list) and all(_is_int(step) and step >= 0 for step in v),
+    ),
+    "downstream.limit": _whole(0),
+    "downstream.offline": _BOOL,
+    "downstream.include": ("a text", lambda v: isinstance(v, str)),
     "mesh.data": _MESH_AXIS,
     "mesh.fsdp": _MESH_AXIS,
     "mesh.expert": _MESH_AXIS,
@@ -120,6 +128,11 @@ RULES: dict[str, Check] = {
 
 # What can be measured while a run trains (gammalm.experiments.monitors).
 MONITORS = ("sink", "flow", "norm", "condensation", "weights")
+# Leaves by which a model is measured on the way: they leave training as it is.
+MEASURED = (
+    "monitor.kinds", "monitor.points", "downstream.tasks", "downstream.steps", "downstream.limit", "downstream.offline",
+    "downstream.include",
+)  # fmt: skip
 
 # Leaves that exist only where another leaf has this value: nothing else reads them.
 KINDS: dict[tuple[str, str], dict[str, Check]] = {
@@ -254,6 +267,10 @@ def _across(c: ConfigDict) -> list[str]:
             near = difflib.get_close_matches(kind, MONITORS, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             found.append(f"monitor.kinds: {kind!r} is none of {', '.join(MONITORS)}.{hint}")
+    if late := [step for step in c.downstream.steps if step > steps]:
+        found.append(f"downstream.steps: {', '.join(map(str, late))} come after the last step (train.steps={steps}), which is always one.")
+    if c.downstream.offline and c.downstream.include:
+        found.append("downstream.offline has its own tasks and takes no downstream.include; leave one of them out.")
     if c.data.seq_len % c.mesh.context:
         found.append(f"data.seq_len={c.data.seq_len} is no multiple of mesh.context={c.mesh.context}, over which each sequence is cut.")
     if list(c.mesh.values()).count(-1) > 1:

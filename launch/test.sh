@@ -100,7 +100,7 @@ long) suite "long, Python $newest_version" .venv-test "long" ;;
         if [ -z "$parity" ]; then
             summary+=("         parity: not run, its environment could not be installed")
         else
-            suite "parity, Python 3.11" "$parity" "parity"
+            suite "parity, Python 3.11" "$parity" "parity$([ "$tier" = full ] || printf ' and not full')"
         fi
         if [ "$tier" = full ] && [ "$parity" = .venv-parity ]; then
             suite "core, Python 3.11" "$parity" "$core"

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -53,22 +53,14 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("num_fewshot", 0), ("max_new_tokens", 1)):
         if (value := getattr(args, name)) is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: choose {least} or more.")
-    if args.offline and args.include:
-        raise ConfigError("--offline has its own tasks and takes no --include. Leave one of them out.")
-    if args.offline:  # before the harness is imported, which imports the library that reads them
-        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    from gammalm.evaluation.tasks import open_tasks
 
-    from gammalm.evaluation.harness import Tasks, evaluate, named_tasks
-
-    if args.offline:
-        from gammalm.evaluation.offline import offline_tasks
-
-        manager, data = offline_tasks(lambda line: print(line, file=sys.stderr))
-    else:
-        manager, data = Tasks(include_path=None if args.include is None else str(args.include)), {"source": "harness"}
-    tasks = named_tasks(manager, args.tasks)
+    include = None if args.include is None else str(args.include)
+    note = lambda line: print(line, file=sys.stderr)  # noqa: E731
+    manager, tasks, data = open_tasks(args.tasks, offline=args.offline, include=include, note=note)
 
     from gammalm.cli.together import keep_compiled
+    from gammalm.evaluation.harness import evaluate
     from gammalm.evaluation.results import write_results
     from gammalm.sharding import processes
 
@@ -101,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _ready(out: Path, about: dict) -> None:
     """Makes the folder; raises ConfigError where it cannot be made, or holds the answers of another model."""
-    ours = {name: about[name] for name in ("weights_sha256", "tokenizer_sha256", "max_length")}
+    ours = {name: about[name] for name in ("weights_sha256", "model_sha256", "tokenizer_sha256", "max_length")}
     try:
         out.mkdir(parents=True, exist_ok=True)
         if (out / RESPONSES).exists():
@@ -117,13 +109,17 @@ def _ready(out: Path, about: dict) -> None:
 
 
 def _agree_on_answers(out: Path, processes) -> None:
-    """Every process goes on from the answers of process 0: they must ask the model for the same."""
+    """Every process goes on from the answers of process 0: they must ask the model for the same. Raises ConfigError where they cannot."""
     first, mine = (out / f"responses_rank{process}.db" for process in (0, processes.index()))
     processes.exchange("answers kept")
+    seen = processes.exchange("answers seen", first.exists())
+    if seen[0] and not all(seen):
+        raise ConfigError(f"--out {out} is not the same folder for all processes. Name one that they share, or an empty one.")
     if not processes.leads():
         mine.unlink(missing_ok=True)
         if first.exists():
-            shutil.copyfile(first, mine)
+            with contextlib.closing(sqlite3.connect(first)) as theirs, contextlib.closing(sqlite3.connect(mine)) as copy:
+                theirs.backup(copy)  # what a killed process had half written is left out
     processes.exchange("answers copied")
 
 
@@ -136,10 +132,10 @@ def _curves(workdir: Path, step: int, rows: list[dict]) -> None:
     import_tensorflow()
     from clu import metric_writers
 
+    from gammalm.evaluation.results import numbers_of
+
     with contextlib.closing(metric_writers.SummaryWriter(str(workdir / "tensorboard"))) as board:
-        names = [("evaluation", row["task"], row["metric"], *([row["filter"]] if row["filter"] != "none" else [])) for row in rows]
-        numbers = {"/".join(name): row["value"] for name, row in zip(names, rows, strict=True)}
-        board.write_scalars(step, {name: value for name, value in numbers.items() if isinstance(value, int | float)})
+        board.write_scalars(step, {f"evaluation/{name}": value for name, value in numbers_of(rows).items()})
 
 
 def _text(out: Path, said: dict) -> str:
@@ -150,6 +146,8 @@ def _text(out: Path, said: dict) -> str:
         error = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
         value = f"{row['value']:.4f}" if isinstance(row["value"], float) else row["value"]
         lines.append((row["task"], row["metric"], row["filter"], shots, value, error, items))
-    asked, cut = said["requests"], said["requests"]["cut"] + said["requests"]["prompts_cut"]
-    note = f"\n{cut:,} contexts were longer than the model reads and were cut from the left." if cut else ""
-    return f"{table(lines)}\n\n{asked['requests']:,} likelihoods from {asked['sequences']:,} sequences. {out}/results.json{note}"
+    asked, mesh = said["requests"], ", ".join(f"{axis}={size}" for axis, size in said["checkpoint"]["mesh"].items())
+    cut = sum({row["task"]: row["cut"] for row in said["rows"] if not row["group"]}.values())
+    note = f"\nIn {cut:,} items a context was longer than the model reads and was cut from the left." if cut else ""
+    over = f" over {mesh}" if mesh else ""
+    return f"{table(lines)}\n\n{asked['requests']:,} likelihoods from {asked['sequences']:,} sequences{over}. {out}/results.json{note}"

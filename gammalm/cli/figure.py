@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+from gammalm.cli.subject import split_step
 from gammalm.cli.together import add_processes, together
 from gammalm.config import did_you_mean
 from gammalm.errors import ConfigError
@@ -60,9 +61,8 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.id == TABLE1:
         return _table1(args)
-    for name in (*SIDES, *HOW):
-        if getattr(args, name):
-            raise ConfigError(f"{args.id}: --{name.replace('_', '-')} is for table1. Leave it out.")
+    if given := [name for name in (*SIDES, *HOW) if _given(args, name)]:
+        raise ConfigError(f"{args.id}: --{given[0].replace('_', '-')} is for table1. Leave it out.")
     if args.id in TABLES:
         return _table(args)
     if args.id not in (*IDS, ALL):
@@ -86,10 +86,16 @@ def run(args: argparse.Namespace) -> int:
         return _train_and_draw(args, figures, grid, workdir, scale, notice)
 
 
+def _given(args: argparse.Namespace, name: str) -> bool:
+    """Whether an option was named; a number may be 0, which is refused where it is read."""
+    return (value := getattr(args, name)) is not None and value is not False
+
+
 def _table1(args: argparse.Namespace) -> int:
     """Evaluates the models that come without results, in WORKDIR/table1, and writes the table into WORKDIR/figures/table1."""
     from gammalm.evaluation.results import RESULTS, read_results, samples_of
     from gammalm.experiments import table1
+    from gammalm.experiments.figures.run import write_index
 
     if args.overrides or args.grid_args or args.scale:
         raise ConfigError("table1 compares two trained models: --scale, --grid-args and --config values reach nothing. Leave them out.")
@@ -98,18 +104,22 @@ def _table1(args: argparse.Namespace) -> int:
     if args.coordinator or args.processes or args.process_id is not None:
         raise ConfigError("table1 is one process. Over several, `gammalm eval --samples` both models first and name the folders it wrote.")
     workdir, folders = args.workdir or Path("runs") / "table1", []
-    for name in SIDES:
-        given = Path(getattr(args, name))
+    sides = {name: Path(getattr(args, name)) for name in SIDES}
+    for name, given in sides.items():  # before the first is evaluated, which may take hours
+        if not given.exists() and not split_step(str(given))[0].is_dir():
+            raise ConfigError(f"--{name} {given}: there is no such run or folder of results.")
+    for name, given in sides.items():
         if given.name == RESULTS or (given / RESULTS).is_file():
-            if any(getattr(args, option) for option in HOW):
+            if any(_given(args, option) for option in HOW):
                 told = ", ".join(f"--{option.replace('_', '-')}" for option in HOW)
                 raise ConfigError(f"--{name} {given} has been evaluated: {told} reach nothing. Leave them out.")
             folders.append(given)
         else:
-            folders.append(_evaluated(args, getattr(args, name), workdir / "table1" / name))
+            folders.append(_evaluated(args, str(given), workdir / TABLE1 / name))
     table = table1.compare(*map(read_results, folders), *(functools.partial(samples_of, folder) for folder in folders))
     out = workdir / "figures" / TABLE1
     table1.write(table, out)
+    write_index(workdir)
     print(json.dumps(table, ensure_ascii=False) if args.json else f"{table1.format_table(table)}\npage: {out / 'table1.html'}")
     return 0
 
@@ -123,7 +133,7 @@ def _evaluated(args: argparse.Namespace, checkpoint: str, folder: Path) -> Path:
     command = ["eval", "--checkpoint", checkpoint, "--tasks", *tasks, "--out", str(folder), "--samples"]
     command += ["--offline"] * args.offline
     for option in HOW[1:]:
-        command += [f"--{option.replace('_', '-')}", str(value)] if (value := getattr(args, option)) else []
+        command += [f"--{option.replace('_', '-')}", str(getattr(args, option))] if _given(args, option) else []
     with contextlib.redirect_stdout(sys.stderr):  # what it prints is not the table
         importlib.import_module("gammalm.cli.eval").run(build_parser("eval").parse_args(command))
     return folder

@@ -1,6 +1,8 @@
 """What `eval` and `lm-eval` share: a trained model opened for lm-evaluation-harness, over all devices there are."""
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,7 +46,9 @@ def opened_lm(
         "checkpoint": str(workdir), "step": loaded.step, "gamma": c.init.gamma, "preset": c.init.preset, "norm_eps": c.model.norm_eps,
         "gate": c.model.gate, "d_model": c.model.d_model, "packing": c.data.packing, "seq_len": c.data.seq_len,
         "parameters": loaded.model.parameter_count, "weights_sha256": weights_sha256(workdir, loaded.step),
+        "model_sha256": hashlib.sha256(json.dumps(c.model.to_dict(), sort_keys=True).encode()).hexdigest(),  # its shape, ε, dtypes
         "tokenizer_sha256": loaded.tokenizer_sha256, "max_length": how["max_length"], "layout": layout, "devices": jax.device_count(),
+        "mesh": {axis: size for axis, size in over.shape.items() if size > 1} if over else {},
     }  # fmt: skip
     words = tokenizer_of(Path(tokenizer) if tokenizer else None, workdir, loaded)
     with on_mesh(over) if over else contextlib.nullcontext():

@@ -1,11 +1,14 @@
 """`gammalm sample`: what a trained model writes after a prompt, shown as it is written."""
 
 import argparse
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+from gammalm.cli.harness import mesh_sizes
 from gammalm.cli.subject import split_step, tokenizer_of
 from gammalm.errors import ConfigError, DataError
 
@@ -37,6 +40,7 @@ def add_parser(subparsers) -> None:
         help="a prompt that the model cannot read at once: refuse it (default), or cut it from the left",
     )
     parser.add_argument("--rows", type=int, default=32, metavar="N", help="texts written side by side, which sets the memory. Default: 32")
+    parser.add_argument("--mesh", metavar="AXES", help="cut the model up and share texts out, as in data=2,fsdp=4; default: one device")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="SentencePiece model; default: the run's, if it is found")
     parser.add_argument("--json", action="store_true", help="print one JSON object with all texts, their tokens and why each ended")
 
@@ -52,47 +56,54 @@ def run(args: argparse.Namespace) -> int:
     from gammalm.cli.together import keep_compiled
     from gammalm.evaluation.generate import CHUNK, Generator, Prompt
     from gammalm.evaluation.sampling import Sampling
+    from gammalm.sharding.mesh import make_mesh, on_mesh
     from gammalm.training.load import load_model
 
     keep_compiled()
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    mesh = make_mesh(mesh_sizes(args.mesh)) if args.mesh else None
     workdir, step = split_step(args.checkpoint)
-    loaded = load_model(workdir, step)
+    loaded = load_model(workdir, step, mesh)
     tokenizer = tokenizer_of(args.tokenizer, workdir, loaded)
     asked = dict(max_new_tokens=args.max_new_tokens, stops=args.stop, sampling=sampling, long=args.long)
     prompts = [Prompt(tokenizer.encode(text) or [tokenizer.eod_id], **asked) for text in texts]
     c = loaded.config
     generator = Generator(
-        loaded.model, loaded.params, loaded.buffers, tokenizer, eps=c.model.norm_eps, max_length=c.data.seq_len, rows=args.rows
+        loaded.model, loaded.params, loaded.buffers, tokenizer, eps=c.model.norm_eps, max_length=c.data.seq_len, mesh=mesh, rows=args.rows
     )
     start, streamed = time.monotonic(), len(texts) == 1 and not args.json
-    pieces = generator.stream(prompts, 1 if streamed else CHUNK)
-    found, shown = {}, 0
-    if streamed:
-        print(texts[0], end="", flush=True)
-    for piece in pieces:
-        if streamed:
-            print(piece.text, end="", flush=True)
-        if piece.done:
-            found[piece.index] = piece.done
-        while not args.json and not streamed and shown in found:  # in the order asked
-            print(f"--- {shown + 1}\n{texts[shown]}{found[shown].text}", flush=True)
-            shown += 1
-    results = [found[i] for i in range(len(texts))]
+    with on_mesh(mesh) if mesh else contextlib.nullcontext():
+        pieces = generator.stream(prompts, 1 if streamed else CHUNK)
+        results = complete(pieces, texts, "nothing" if args.json else "pieces" if streamed else "texts")
     cut = [one.cut for one in results if one.cut]
     if args.json:
         about = {"checkpoint": str(workdir), "step": loaded.step, "sampling": vars(sampling)}
         about |= {"prompts_cut": len(cut), "tokens_cut": sum(cut)}
         print(json.dumps(about | {"texts": [{"prompt": text} | vars(one) for text, one in zip(texts, results, strict=True)]}))
         return 0
-    if streamed:
-        print()
     tokens, reasons = sum(len(one.tokens) for one in results), [one.reason for one in results]
     ended = ", ".join(f"{reasons.count(reason)} {REASONS[reason]}" for reason in REASONS if reason in reasons)
     print(f"{tokens:,} tokens in {time.monotonic() - start:.1f} s; ended: {ended}", file=sys.stderr)
     if cut:
         print(f"prompts cut from the left: {len(cut)}, by {sum(cut):,} tokens in all", file=sys.stderr)
     return 0
+
+
+def complete(pieces: Iterable, texts: list[str], show: str) -> list:
+    """The texts written after the prompts `texts`, in their order. Prints on the way: "nothing" | the "pieces" of a single one | whole
+    "texts", in order."""
+    found, shown = {}, 0
+    if show == "pieces":
+        print(texts[0], end="", flush=True)
+    for piece in pieces:
+        if show == "pieces":
+            print(piece.text, end="\n" if piece.done else "", flush=True)
+        if piece.done:
+            found[piece.index] = piece.done
+        while show == "texts" and shown in found:
+            print(f"--- {shown + 1}\n{texts[shown]}{found[shown].text}", flush=True)
+            shown += 1
+    return [found[i] for i in range(len(texts))]
 
 
 REASONS = {

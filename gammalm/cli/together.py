@@ -8,6 +8,8 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+KEPT = 0.3  # seconds that a program has to take to compile
+
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
     """Options by which processes find each other (docs/hosts.md)."""
@@ -29,9 +31,14 @@ def together(args: argparse.Namespace) -> Iterator:
 
 
 def keep_compiled() -> None:
-    """Compiled programs stay in $GAMMALM_CACHE or ~/.cache/gammalm, unless JAX_COMPILATION_CACHE_DIR names another."""
+    """Compiled programs stay in $GAMMALM_CACHE or ~/.cache/gammalm, unless JAX_COMPILATION_CACHE_DIR names another.
+
+    Those of small models compile in less than a second, which JAX by itself would not keep.
+    """
     import jax
 
+    if not os.environ.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT)
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(compiled_folder()))
 

@@ -31,6 +31,10 @@ def run(args: argparse.Namespace) -> int:
     keep_freed_memory()
     config = config_from(args)
     profile = args.profile and parse_range(args.profile, config.train.steps)
+    if config.downstream.tasks:
+        from gammalm.experiments.downstream import check_tasks
+
+        check_tasks([config])
     with together(args) as notice:
         return _train(args, config, notice, profile)
 

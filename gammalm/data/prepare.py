@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from gammalm.data import composition, open_mix, readers, shards, spool, tokenizer
+from gammalm.data.benchmarks import named
 from gammalm.data.decontaminate import benchmark_screen
 from gammalm.data.fetch import fetch
 from gammalm.data.workers import pool
@@ -64,7 +65,7 @@ class Request:
         if not self._named:
             stamps = {t.name: [t.path.stat().st_size, t.path.stat().st_mtime_ns] for t in readers.file_tasks(list(self.source))}
         given = {"source": list(self.source), "vocab_size": self.vocab_size, "max_mb": self.max_mb}
-        return given | {"decontaminate": sorted(self.decontaminate), "files": stamps}
+        return given | {"decontaminate": sorted(benchmark.name for benchmark in named(self.decontaminate)), "files": stamps}
 
     @property
     def _named(self) -> bool:

@@ -18,10 +18,11 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from gammalm.errors import ConfigError, DataError, TrainingError
-from gammalm.evaluation.lengths import bucket
+from gammalm.evaluation.batching import row_lengths
+from gammalm.evaluation.lengths import bucket, program_tokens
 from gammalm.evaluation.output import Generated, Output
 from gammalm.evaluation.sampling import KINDS, Draws, Sampling, draw
-from gammalm.models.cache import Cache, extend, prefill
+from gammalm.models.cache import Cache, extend, prefill, refuse_context
 from gammalm.models.decoder import Decoder, Model
 from gammalm.models.parts import BATCH_AXES, mesh_pieces
 from gammalm.trees import flat, nested
@@ -88,7 +89,7 @@ class Generator:
 
     `tokenizer` has `to_bytes(ids)`, `eod_id` and `vocab_size` (data.tokenizer.Tokenizer); ids of the model beyond it are never chosen.
     `eps`: of the norms. `max_length`: tokens that the model reads at most, prompt included. `rows`: sequences of a batch. `mesh`: the
-    arrays lie on it, rows are shared out over its batch axes, and every process asks for the same; ConfigError if it has context > 1.
+    arrays lie on it, rows are shared out over its batch axes, and every process asks for the same.
     """
 
     def __init__(
@@ -97,11 +98,16 @@ class Generator:
         self.model, self.tokenizer, self.max_length, self.mesh = model, tokenizer, max_length, mesh
         with self._on_mesh():
             self._parts = mesh_pieces(*BATCH_AXES)
-            self._weights = in_compute_dtype(model, params), buffers
         self._rows = -(-rows // self._parts) * self._parts
+        self._worth = self._parts * program_tokens(model.active_parameter_count)
         self._eps = eps
+        self.load(params, buffers)
         self._start = jax.jit(self._start_batch, static_argnames=("slots", "kind"))
         self._go_on = jax.jit(self._continue_batch, static_argnames=("kind",), donate_argnames=("state",))
+
+    def load(self, params: dict, buffers: dict) -> None:
+        """Writes with other weights of the same model from now on, placed alike; nothing is compiled anew."""
+        self._given, self._weights = (params, buffers), None
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Generated]:
         """What each prompt got, in their order. Errors as of `stream`."""
@@ -111,12 +117,15 @@ class Generator:
     def stream(self, prompts: Sequence[Prompt], chunk: int = 1) -> Iterator[Piece]:
         """Pieces of text as they become certain, `chunk` (at most CHUNK) tokens of each row of a batch at a time, batch after batch.
 
-        Before anything is computed, raises DataError for a prompt that is empty, no text of the model's vocabulary or too long;
-        TrainingError where the model's logits are not finite.
+        Before anything is computed, raises DataError for a prompt that is empty, no text of the model's vocabulary or too long, ConfigError
+        on a mesh with context > 1; TrainingError where the model's logits are not finite.
         """
         jobs = [self._job(place, prompt) for place, prompt in enumerate(prompts)]
-        jobs.sort(key=lambda job: len(job.tokens), reverse=True)  # the largest first: what does not fit into memory fails at once
-        return self._stream([jobs[i : i + self._rows] for i in range(0, len(jobs), self._rows)], chunk)
+        with self._on_mesh():
+            refuse_context()
+            if self._weights is None:
+                self._weights = in_compute_dtype(self.model, self._given[0]), self._given[1]
+        return (piece for batch in self._batches(jobs) for piece in self._write(*batch, chunk))
 
     def _job(self, place: int, prompt: Prompt) -> _Job:
         tokens, most, who = prompt.tokens, self.max_length, f"Prompt {place}"
@@ -137,43 +146,56 @@ class Generator:
         output = Output(t.to_bytes, t.eod_id, prompt.stops, prompt.stop_tokens, limit, at_limit)
         return _Job(place, prompt, tokens[cut:], cut, limit, output)
 
-    def _stream(self, batches: list[list[_Job]], chunk: int) -> Iterator[Piece]:
-        for jobs in batches:
-            with self._on_mesh():
-                arrays, static = self._arrays(jobs)
-                state, found = self._start(*self._weights, **arrays, **static)
-            while True:
-                fresh = [job.output.reason == "" for job in jobs]
-                for job, tokens in zip(jobs, np.asarray(found).tolist(), strict=False):  # rows that fill the batch up have no job
-                    if BROKEN in tokens:
+    def _batches(self, jobs: list[_Job]) -> Iterator[tuple[list[_Job], tuple[int, int, int]]]:
+        """Jobs side by side, and their rows, tokens and slots: B, T, S. The largest first: what does not fit into memory fails at once.
+
+        A length T is two programs to compile, so there are as few as pay for themselves in padding, each with one B and one S.
+        """
+        lengths = row_lengths([len(job.tokens) for job in jobs], self.max_length, 2 * self._worth)
+        for shorter, T in reversed(list(zip([0, *lengths], lengths, strict=False))):
+            here = [job for job in jobs if shorter < len(job.tokens) <= T]
+            here.sort(key=lambda job: job.limit, reverse=True)  # those that may end together go together
+            S = min(bucket(max(len(job.tokens) + job.limit - 1 for job in here)), self.max_length)
+            B = min(self._rows, self._parts * 2 ** math.ceil(math.log2(-(-len(here) // self._parts))))
+            for i in range(0, len(here), B):
+                yield here[i : i + B], (B, T, S)
+
+    def _write(self, jobs: list[_Job], shape: tuple[int, int, int], chunk: int) -> Iterator[Piece]:
+        """The pieces of one batch, whose cache is freed before the next one begins."""
+        arrays, static = self._arrays(jobs, *shape)
+        with self._on_mesh():
+            state, found = self._start(*self._weights, **arrays, **static)
+        while True:
+            tokens_BC = np.asarray(found)
+            for job, tokens in zip(jobs, tokens_BC.tolist(), strict=False):  # rows that fill the batch up have no job
+                if job.output.reason:
+                    continue
+                for token in tokens:
+                    if token == NOTHING or job.output.reason:
+                        break
+                    if token == BROKEN:
                         raise TrainingError(f"The logits after prompt {job.place} are not finite. Take a checkpoint before it diverged.")
-                    for token in tokens:
-                        if token != NOTHING and not job.output.reason:
-                            job.output.take(token)
-                for job, was_open in zip(jobs, fresh, strict=True):
-                    text, done = job.output.piece(), None
-                    if was_open and job.output.reason:
-                        done = Generated(tuple(job.output.tokens), job.output.text(), job.output.reason, job.cut)
-                    if text or done:
-                        yield Piece(job.place, text, done)
-                stopped_B = np.ones(len(found), bool)
-                stopped_B[: len(jobs)] = [job.output.reason != "" for job in jobs]
-                if stopped_B.all():
-                    break
-                with self._on_mesh():
-                    state, found = self._go_on(
-                        *self._weights, state=state, stopped_B=stopped_B, steps=np.int32(min(chunk, CHUNK)), draws=arrays["draws"],
-                        limits_B=arrays["limits_B"], kind=static["kind"],
-                    )  # fmt: skip
+                    job.output.take(token)
+                text, done = job.output.piece(), None
+                if job.output.reason:
+                    done = Generated(tuple(job.output.tokens), job.output.text(), job.output.reason, job.cut)
+                if text or done:
+                    yield Piece(job.place, text, done)
+            stopped_B = np.ones(len(tokens_BC), bool)
+            stopped_B[: len(jobs)] = [job.output.reason != "" for job in jobs]
+            if stopped_B.all():
+                return
+            with self._on_mesh():
+                state, found = self._go_on(
+                    *self._weights, state=state, stopped_B=stopped_B, steps=np.int32(min(chunk, CHUNK)), draws=arrays["draws"],
+                    limits_B=arrays["limits_B"], kind=static["kind"],
+                )  # fmt: skip
 
     def _on_mesh(self):
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
-    def _arrays(self, jobs: list[_Job]) -> tuple[dict, dict]:
+    def _arrays(self, jobs: list[_Job], B: int, T: int, S: int) -> tuple[dict, dict]:
         """The arrays and the static values of a batch. It is filled up with rows that write nothing."""
-        B = min(self._rows, self._parts * 2 ** math.ceil(math.log2(-(-len(jobs) // self._parts))))
-        T = min(bucket(max(len(job.tokens) for job in jobs)), self.max_length)
-        S = min(bucket(max(len(job.tokens) + job.limit - 1 for job in jobs)), self.max_length)
         tokens_BT, lengths_B, limits_B = np.zeros((B, T), np.int32), np.ones(B, np.int32), np.zeros(B, np.int32)
         draws = Draws(*(np.zeros(B, dtype) for dtype in (np.float32, np.int32, np.float32, np.uint32, np.uint32)))
         for b, job in enumerate(jobs):

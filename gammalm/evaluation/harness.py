@@ -4,10 +4,13 @@ The harness (PyPI lm-eval, the extra `eval`) is imported here and nowhere else; 
 installed. It makes the same requests on every process as on one alone (rank 0 of 1); the processes answer them together.
 """
 
+import collections
 import contextlib
 import difflib
 import inspect
+import itertools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,29 +20,34 @@ from typing import Any
 from gammalm.errors import ConfigError, DataError, GammalmError
 from gammalm.evaluation.batching import Request
 from gammalm.evaluation.generate import CHUNK, Generator, Prompt
-from gammalm.evaluation.results import rows_of
+from gammalm.evaluation.results import leaves_of, rows_of
 from gammalm.evaluation.sampling import Sampling
-from gammalm.evaluation.scoring import Scorer
+from gammalm.evaluation.scoring import Counts, Score, Scorer
 from gammalm.progress import Progress
 
 try:
     import lm_eval
     import lm_eval.models  # first its own models: a registry that holds ours alone would never load them
-    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.model import TemplateLM, hash_args
     from lm_eval.api.registry import model_registry
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window
+    from sqlitedict import SqliteDict
 except ImportError as error:
     raise ConfigError(f"lm-evaluation-harness cannot be imported ({error}). Install it: pip install 'gammalm[eval]'.") from error
 
 NAME = "gammalm"  # of our models, as in `--model gammalm`
 MAX_NEW_TOKENS = 256  # where a task does not say, as with the harness's own models
+CUT = "cut"  # beside answers of other kinds, which requests were cut is kept under this name
 MATCHES = 3  # nearest names offered for a task that there is not
 
 
 class GammaLM(TemplateLM):
-    """One trained model as the harness sees it. `about`: facts that go into its results; `quiet`: no progress."""
+    """One trained model as the harness sees it. `about`: facts that go into its results; `quiet`: no progress.
+
+    `moved` is called as often as something is answered, on every process alike.
+    """
 
     opener: Callable[..., "GammaLM"]  # keyword arguments of the harness's --model_args -> a model; see `register`
 
@@ -47,7 +55,16 @@ class GammaLM(TemplateLM):
         super().__init__()
         self.scorer, self.generator, self.about, self.quiet = scorer, generator, about or {}, quiet
         self.tokenizer = generator.tokenizer
-        self.written = self.cut = self.cut_tokens = 0
+        self.moved: Callable[[], None] = lambda: None
+        self.written = self.prompts_cut = self.prompt_tokens_cut = 0
+        self.cut: set[str] = set()  # which requests lost the beginning of their context: `hash_args` of CUT and theirs
+
+    def load(self, params: dict, buffers: dict) -> None:
+        """Answers with other weights of the same model from now on, placed alike; what was asked counts from 0 again."""
+        self.scorer.load(params, buffers)
+        self.generator.load(params, buffers)
+        self.scorer.counts, self.cut = Counts(), set()
+        self.written = self.prompts_cut = self.prompt_tokens_cut = 0
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict, additional_config: dict | None = None) -> "GammaLM":
@@ -105,68 +122,92 @@ class GammaLM(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.quiet)
 
     def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
-        """(log-probability in nats, whether greedy) of ((context, continuation) or None for no caching, their token ids)."""
+        """(log-probability in nats, whether greedy) of ((context, continuation), their token ids)."""
+        for texts, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise DataError(
+                    f"A continuation of {len(continuation):,} tokens, {texts[1][:60]!r}…, is longer than the {self.max_length:,} that the "
+                    "model reads at once: leave its item out, or the task."
+                )
+            self._note_cut(texts, len(context) + len(continuation) - 1 - self.max_length)
         found: list = [None] * len(requests)
-        progress = Progress("loglikelihood", len(requests), "requests", quiet=self.quiet)
-        for score in self.scorer.score([Request(context, continuation) for _, context, continuation in requests]):
+        for score in self._scores([Request(context, continuation) for _, context, continuation in requests]):
             found[score.index] = score.logprob, score.greedy
-            if (texts := requests[score.index][0]) is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, found[score.index])
-            progress.advance(1)
-        progress.close()
+            self.cache_hook.add_partial("loglikelihood", requests[score.index][0], found[score.index])
         return found
+
+    def _scores(self, requests: list[Request]) -> Iterator[Score]:
+        progress = Progress("loglikelihood", len(requests), "requests", quiet=self.quiet)
+        for score in self.scorer.score(requests):
+            yield score
+            progress.advance(1)
+            self.moved()
+        progress.close()
+
+    def _note_cut(self, args: tuple, tokens: int) -> None:
+        """The request `args` loses so many tokens of its context, if more than 0; known with its answer when that is asked no more."""
+        if tokens > 0:
+            self.cut.add(hash_args(CUT, args))
+            self.cache_hook.add_partial(CUT, args, tokens)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each text in nats, in windows as long as the model reads, of which each token is in the one that gives it most
         context; the first token follows the end of a document."""
-        texts = [request.args[0] for request in requests]
         windows, owner = [], []
-        for number, text in enumerate(texts):
-            cut = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
-            mine = [(None, *make_disjoint_window(window)) for window in cut]
+        for number, request in enumerate(requests):
+            cut = get_rolling_token_windows(self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1)
+            mine = [Request(*make_disjoint_window(window)) for window in cut]
             windows += mine
             owner += [number] * len(mine)
-        totals = [0.0] * len(texts)
-        for number, (logprob, _) in zip(owner, self._loglikelihood_tokens(windows), strict=True):
-            totals[number] += logprob
-        for text, total in zip(texts, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
-        return totals
+        parts: list[list[float]] = [[] for _ in requests]
+        left = collections.Counter(owner)
+        for score in self._scores(windows):
+            number = owner[score.index]
+            parts[number].append(score.logprob)
+            left[number] -= 1
+            if not left[number]:
+                self.cache_hook.add_partial("loglikelihood_rolling", requests[number].args, math.fsum(parts[number]))
+        return [math.fsum(part) for part in parts]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """What the model writes after each context, up to the first of the strings in "until" or the end of the document, without it.
 
-        A context too long for the model beside the tokens asked for is cut from the left, and counted.
+        A context too long for the model beside the tokens asked for is cut from the left, and counted. Draws are numbered among themselves:
+        the harness asks for all of them again when it goes on, and for greedy texts no more that it has.
         """
-        prompts = [self._prompt(request) for request in requests]
+        drawn = itertools.count()
+        prompts = [self._prompt(request, drawn) for request in requests]
         found: list = [None] * len(requests)
         progress = Progress("generate", len(requests), "requests", quiet=self.quiet)
         for piece in self.generator.stream(prompts, CHUNK):
             if piece.done:
                 found[piece.index] = piece.done.text
                 self.written += len(piece.done.tokens)
-                self.cut += piece.done.cut > 0
-                self.cut_tokens += piece.done.cut
+                self.prompts_cut += piece.done.cut > 0
+                self.prompt_tokens_cut += piece.done.cut
+                self._note_cut(requests[piece.index].args, piece.done.cut)
                 self.cache_hook.add_partial("generate_until", requests[piece.index].args, piece.done.text)
                 progress.advance(1)
+            self.moved()
         progress.close()
         return found
 
-    def _prompt(self, request) -> Prompt:
+    def _prompt(self, request, numbers: Iterator[int]) -> Prompt:
         context, asked = request.args
         how = normalize_gen_kwargs(asked, MAX_NEW_TOKENS)
         stops = [stop for stop in how.pop("until") if stop]
         most, drawn = how.pop("max_gen_toks"), how.pop("do_sample")
         given = {name: how.pop(name) for name in ("temperature", "top_k", "top_p", "seed") if name in how}
-        if how:
-            raise ConfigError(f"{request.task_name} asks for generation with {', '.join(how)}, which this model does not know.")
-        sampling = Sampling(**{"temperature": 1.0} | given) if drawn else Sampling()
-        return Prompt(self.tok_encode(context) or [self.prefix_token_id], most, stops, sampling=sampling, long="left")
+        if how.pop("num_beams", 1) != 1 or how:
+            raise ConfigError(f"{request.task_name} asks for generation with {', '.join(how) or 'beams'}, which this model does not know.")
+        sampling, index = (Sampling(**{"temperature": 1.0} | given), next(numbers)) if drawn else (Sampling(), None)
+        return Prompt(self.tok_encode(context) or [self.prefix_token_id], most, stops, sampling=sampling, long="left", index=index)
 
     @property
     def requests(self) -> dict:
-        """What the model was asked: `scoring.Counts`, and tokens written and contexts cut in generation."""
-        return vars(self.scorer.counts) | {"written": self.written, "prompts_cut": self.cut, "prompt_tokens_cut": self.cut_tokens}
+        """What the model was asked, not what was known before: `scoring.Counts`; in generation tokens written and contexts cut."""
+        generation = {"written": self.written, "prompts_cut": self.prompts_cut, "prompt_tokens_cut": self.prompt_tokens_cut}
+        return vars(self.scorer.counts) | generation
 
 
 def register(opener: Callable[..., GammaLM]) -> None:
@@ -203,13 +244,20 @@ def command_line(arguments: Sequence[str]) -> None:
 
 
 class Tasks(TaskManager):
-    """The harness's tasks; that the items of one cannot be loaded is a DataError. `hint`: what to do about it, for the message."""
+    """The harness's tasks, loaded once; that the items of one cannot be is a DataError. `hint`: what to do about it, for the message."""
 
     hint = "Look whether this machine reaches the network."
 
+    def __init__(self, **how):
+        super().__init__(**how)
+        self._loaded: dict[tuple[str, ...], dict] = {}
+
     def load(self, task_list):
+        key = tuple(map(str, task_list))
         try:
-            return super().load(task_list)
+            if key not in self._loaded:
+                self._loaded[key] = super().load(task_list)
+            return self._loaded[key]
         except GammalmError:
             raise
         except Exception as error:  # whatever the libraries below raise
@@ -217,10 +265,10 @@ class Tasks(TaskManager):
             raise DataError(f"The items of {', '.join(map(str, task_list))} cannot be loaded ({said}). {self.hint}") from error
 
 
-def named_tasks(manager: TaskManager, names: Sequence[str]) -> list[str]:
+def named_tasks(manager: TaskManager, names: Sequence[str], asked_by: str = "--tasks") -> list[str]:
     """The tasks, groups and tags that `names` mean, separated by commas or not, * and ? for any letters; or files of tasks (.yaml).
 
-    Raises ConfigError for a name that matches nothing, with the nearest there are.
+    Raises ConfigError, which `asked_by` opens, for a name that matches nothing, with the nearest there are.
     """
     wanted = [name for text in names for name in text.split(",") if name]
     found: list[str] = []
@@ -229,11 +277,29 @@ def named_tasks(manager: TaskManager, names: Sequence[str]) -> list[str]:
         if not matched:
             near = difflib.get_close_matches(name, manager.all_tasks, MATCHES)
             hint = f"Do you mean {' or '.join(near)}?" if near else "`gammalm lm-eval ls tasks` lists all."
-            raise ConfigError(f"--tasks: there is no task {name!r}. {hint}")
+            raise ConfigError(f"{asked_by}: there is no task {name!r}. {hint}")
         found += matched
     if not found:
-        raise ConfigError("--tasks names no task. `gammalm lm-eval ls tasks` lists all.")
+        raise ConfigError(f"{asked_by} names no task. `gammalm lm-eval ls tasks` lists all.")
     return list(dict.fromkeys(found))
+
+
+def refuse_unwritable(tasks: dict, max_length: int, mesh, generation: dict | None = None) -> None:
+    """Raises ConfigError for loaded tasks that ask a model which reads `max_length` tokens over `mesh` to write what it cannot.
+
+    `generation`: see `evaluate`.
+    """
+    for name, task in tasks.items():
+        if task.get_config("output_type") != "generate_until":
+            continue
+        most = normalize_gen_kwargs({**(task.get_config("generation_kwargs") or {}), **(generation or {})}, MAX_NEW_TOKENS)["max_gen_toks"]
+        if most >= max_length:
+            raise ConfigError(
+                f"{name} lets a model write {most:,} tokens, and this one reads {max_length:,} in all. Leave the task out, or let it write "
+                "less: --max-new-tokens of `gammalm eval`, max_gen_toks in a YAML file of your own."
+            )
+        if mesh is not None and mesh.shape.get("context", 1) > 1:
+            raise ConfigError(f"{name} lets a model write, for which the mesh's context must be 1. Leave it out, or change the mesh.")
 
 
 def evaluate(
@@ -242,18 +308,27 @@ def evaluate(
 ) -> tuple[dict, dict | None] | None:
     """One evaluation: {"rows", "requests", "harness"} for results.write_results, and the items of each task or None; None but on process 0.
 
-    `limit`: items of each task, or below 1 the share of them. `num_fewshot`: None, as the task says.
-    `generation`: what replaces a task's own, such as {"max_gen_toks": 64}. `cache`: folder where this `process`
-    keeps the answers, by which an evaluation goes on. Raises DataError where items cannot be loaded.
+    Rows are those of `rows_of`, with "cut": in how many items a context was too long for the model and lost its beginning. `limit`: items
+    of each task, or below 1 the share of them. `num_fewshot`: None, as the task says. `generation`: what replaces a task's own, such as
+    {"max_gen_toks": 64}. `cache`: folder where this `process` keeps the answers, by which an evaluation goes on. Raises DataError where
+    items cannot be loaded, ConfigError as `refuse_unwritable`.
     """
+    refuse_unwritable(manager.load(tasks)["tasks"], lm.max_length, lm.scorer.mesh, generation)
+    answers = None if cache is None else str(cache / "responses")
     with as_process(process):
         results = lm_eval.simple_evaluate(
-            model=lm, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, gen_kwargs=generation, log_samples=samples,
-            task_manager=manager, use_cache=None if cache is None else str(cache / "responses"),
+            model=lm, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, gen_kwargs=generation, log_samples=True,
+            task_manager=manager, use_cache=answers,
         )  # fmt: skip
     if results is None:
         return None
-    results = json.loads(json.dumps(results, default=handle_non_serializable))
-    items = results.pop("samples", None)
+    cut = set(lm.cut)
+    if cache is not None:
+        with SqliteDict(f"{answers}_rank{process}.db", flag="r") as kept:
+            cut.update(kept)
+    items = results.pop("samples")
+    count = {task: sum(any(hash_args(CUT, args) in cut for args in item["arguments"]) for item in of) for task, of in items.items()}
+    results, items = (json.loads(json.dumps(one, default=handle_non_serializable)) for one in (results, items if samples else None))
     results.pop("pretty_env_info", None)  # pages about the machine
-    return {"rows": rows_of(results), "requests": lm.requests, "harness": results}, items
+    rows = [row | {"cut": sum(count[leaf] for leaf in leaves_of(results, row["task"]))} for row in rows_of(results)]
+    return {"rows": rows, "requests": lm.requests, "harness": results}, items

@@ -18,15 +18,17 @@ RESULTS, SAMPLES = "results.json", "samples"
 def rows_of(harness: dict) -> list[dict]:
     """One flat row per task or group, metric and filter of the harness's results, in their order.
 
-    "task", "group" (bool), "metric", "filter", "value", "stderr" (None: none), "higher_is_better" (None: not said), "num_fewshot" (None:
-    unequal within a group), "items" (evaluated), "of" (that there are), "version". Groups without a metric of their own have no row.
+    "task", "group" (bool), "metric", "filter", "value", "stderr" (None: none), "higher_is_better" (None: not said), "num_fewshot" (of a
+    group that of its tasks, None where they differ), "items" (evaluated), "of" (that there are), "version". Groups without a metric of
+    their own have no row.
     """
     rows = []
     for task, numbers in harness["results"].items():
-        group = task in harness["group_subtasks"]
-        counts = [harness["n-samples"][leaf] for leaf in leaves_of(harness, task)]
+        group, leaves = task in harness["group_subtasks"], leaves_of(harness, task)
+        counts = [harness["n-samples"][leaf] for leaf in leaves]
+        shots = {harness["n-shot"].get(leaf) for leaf in leaves}
         facts = {
-            "num_fewshot": harness["n-shot"].get(task), "items": sum(n["effective"] for n in counts),
+            "num_fewshot": shots.pop() if len(shots) == 1 else None, "items": sum(n["effective"] for n in counts),
             "of": sum(n["original"] for n in counts), "version": harness["versions"].get(task),
         }  # fmt: skip
         for key, value in numbers.items():
@@ -40,6 +42,12 @@ def rows_of(harness: dict) -> list[dict]:
                 | {"stderr": stderr if isinstance(stderr, int | float) else None, "higher_is_better": better, **facts}
             )
     return rows
+
+
+def numbers_of(rows: list[dict]) -> dict[str, float]:
+    """The values of `rows` that are numbers, by "task/metric", or "task/metric/filter" where the filter has a name."""
+    named = {"/".join([row["task"], row["metric"], *([row["filter"]] if row["filter"] != "none" else [])]): row["value"] for row in rows}
+    return {name: value for name, value in named.items() if isinstance(value, int | float)}
 
 
 def leaves_of(harness: dict, task: str) -> list[str]:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gammalm.data.packing import best_fit
 from gammalm.errors import ConfigError, TrainingError
 from gammalm.evaluation.batching import FANS, TOKEN, Group, Read, Request, fan_of, groups_of, reads_of, row_lengths
-from gammalm.evaluation.lengths import bucket
+from gammalm.evaluation.lengths import bucket, program_tokens
 from gammalm.models.cache import Cache, extend, prefill
 from gammalm.models.decoder import Model
 from gammalm.models.loss import token_scores
@@ -26,8 +26,6 @@ from gammalm.models.parts import BATCH_AXES
 
 TOKENS = 4096  # in a batch on one part of the mesh's batch axes, padding included
 CACHED = 4  # times as many in caches
-# FLOP of a device in the time in which a program compiles: what a further length of rows has to save of padding.
-PROGRAM_FLOP = {"cpu": 3e10, "default": 1e15}
 # "shared": sequences that begin alike read that once. "plain": each has a row by itself. "packed": a row holds several, each a segment with
 # positions from 0, as documents are packed in training. "auto": the one of them that computes least, padding and programs counted.
 LAYOUTS = ("auto", "shared", "plain", "packed")
@@ -115,10 +113,9 @@ class Scorer:
             raise ConfigError("layout shared: context > 1 cuts sequences up, and a cache does not. Choose layout plain or packed.")
         self.max_length, self.mesh, self.layout = max_length, mesh, layout
         self.counts = Counts()
-        flop = PROGRAM_FLOP.get(jax.default_backend(), PROGRAM_FLOP["default"])
-        self._worth = self._parts * int(flop / (2 * model.active_parameter_count))  # tokens
-        self._weights = params, buffers
+        self._worth = self._parts * program_tokens(model.active_parameter_count)  # tokens
         self._tokens, self._rows = tokens, rows
+        self.load(params, buffers)
 
         def found(decoder, x_BTD, positions_BC, targets_BC):
             x_BCD = jnp.take_along_axis(x_BTD, positions_BC[:, :, None], axis=1)
@@ -138,6 +135,10 @@ class Scorer:
 
         whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._alone, self._shared = (jax.jit(f, out_shardings=whole) for f in (alone, shared))
+
+    def load(self, params: dict, buffers: dict) -> None:
+        """Scores with other weights of the same model from now on, placed alike; nothing is compiled anew."""
+        self._weights = params, buffers
 
     def score(self, requests: Sequence[Request]) -> Iterator[Score]:
         """The score of every request, batch by batch, the longest first.

@@ -121,6 +121,11 @@ def judge(claim: Claim, rows: Iterable[Mapping]) -> dict:
     }
 
 
+def same_size(here: Sequence[float], parameters: float) -> bool:
+    """Whether models of `here` parameters are near enough to the paper's for the size of an effect to be compared."""
+    return bool(here) and max(here) <= SAME_SIZE * parameters and min(here) >= parameters / SAME_SIZE
+
+
 # ---- numbers for parts ---------------------------------------------------------------------------------------------------------------
 
 
@@ -178,7 +183,7 @@ def _compared(claim: Claim, head: Part) -> str:
         return ""
     value, parameters = claim.paper
     here = [row["parameters"] for row in head.rows if row.get("parameters")]
-    if here and max(here) <= SAME_SIZE * parameters and min(here) >= parameters / SAME_SIZE:
+    if same_size(here, parameters):
         return f"That is {head.estimate.mean / value:.2g} times the paper's {interval(value, None, None, 0)}."
     tested = f" and this has {compact(max(here))}" if here else ""
     return f"The paper's {interval(value, None, None, 0)} is for {compact(parameters)} parameters{tested}: only the direction is tested."

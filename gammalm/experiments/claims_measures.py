@@ -6,8 +6,8 @@ are those that experiments/figures write.
 
 from collections.abc import Callable, Iterable, Mapping
 
-from gammalm.experiments.claims import ABOVE, BELOW, FIXED, Part, Region, Rows, across, exactly, measured
-from gammalm.experiments.statistics import estimate, paired
+from gammalm.experiments.claims import ABOVE, BELOW, FIXED, Part, Region, Rows, across, exactly, measured, same_size
+from gammalm.experiments.statistics import Estimate, estimate, paired
 
 Measure = Callable[[Rows, str], list[Part]]
 TOLERANCE = 0.02  # of an exponent in the width
@@ -79,6 +79,27 @@ def _settled(row: Mapping, region: Region, what: str) -> Part:
 
 def _part(row: Mapping, region: Region, what: str) -> Part:
     return Part(" ".join(filter(None, (row.get("size"), what))) or row["quantity"], measured(row), region, [row])
+
+
+def task_gains(region: Region, at: float | None = None, **labels) -> Measure:
+    """Gains of table1 in points, a part for each benchmark. Their intervals are over the items of one pair of adjusted models.
+
+    A gain resolves nothing where both models are no better than guessing, and, for a claim on its size, where theirs is not about `at`.
+    """
+
+    def measure(rows: Rows, rate: str) -> list[Part]:
+        pair = {"arm": "adjusted", "gamma": 1.0, "standard": 0.5}
+        return [_task_gain(row, region, at) for row in rows.pick("gain", rate=rate, **pair, **labels)]
+
+    return measure
+
+
+def _task_gain(row: Mapping, region: Region, at: float | None) -> Part:
+    guessing = len(row["at_chance"]) == 2
+    found = measured(row)
+    if guessing or (at and not same_size([row["parameters"] or 0], at)):
+        found = Estimate(found.mean, found.n, None, None)
+    return Part(f"{row['benchmark']}{', both guessing' * guessing}, points", found, region, [row])
 
 
 # ---- over sizes ----------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is measured of a model while it trains (config.monitor), and how its snapshots are read again.
+"""What is measured of a model while it trains (config.monitor; downstream.py for config.downstream), and how its snapshots are read.
 
     <workdir>/monitors.jsonl        one row per kind and step: the fields of `gammalm analyze KIND --json`
     <workdir>/monitors/<step>.npz   under "condensation": cosines between rows of every matrix, for heat maps
@@ -24,10 +24,12 @@ from gammalm.analysis.sink import sink_scores
 from gammalm.analysis.weights import weight_rows
 from gammalm.config_checks import MONITORS
 from gammalm.errors import DataError
+from gammalm.experiments.downstream import Downstream
 from gammalm.files import write_bytes_atomic
 from gammalm.sharding import processes
 from gammalm.sharding.mesh import BATCH_AXES, batch_sharding
 from gammalm.training.lanes import Lane
+from gammalm.training.monitoring import DOWNSTREAM
 from gammalm.training.program import Program
 
 SEQUENCES = 8  # read at each step, for sink, flow and norm
@@ -38,7 +40,7 @@ Found = tuple[dict, dict[str, float]]  # fields of a row, and numbers for Tensor
 
 
 class Monitor:
-    """The measurements of one run: `kinds` of config.monitor, after each of `steps`.
+    """The measurements of one run: the kinds of config.monitor, and the tasks of config.downstream.
 
     sink, flow and norm read one batch, the same at each step: SEQUENCES validation sequences (fewer where a micro-batch has fewer; as many
     as there are pieces where the mesh cuts a batch into more), of every domain in turn its first, second, ...
@@ -46,17 +48,23 @@ class Monitor:
 
     def __init__(self, lane: Lane, program: Program):
         c = lane.config
-        self.kinds = tuple(dict.fromkeys(c.monitor.kinds))
-        self.steps = frozenset({0, *snapshot_steps(c.train.steps, c.monitor.points)})
+        self._kinds = tuple(dict.fromkeys(c.monitor.kinds))
+        self._steps = frozenset({0, *snapshot_steps(c.train.steps, c.monitor.points)})
+        self._downstream = Downstream(lane, program) if c.downstream.tasks else None
         self._model, self._mesh, self._eps = program.model, program.mesh, c.model.norm_eps  # ε is the run's: a program serves several
         self._folder = lane.run.workdir / FOLDER
         pieces = math.prod(program.mesh.shape[axis] for axis in BATCH_AXES)
         limit = min(SEQUENCES, c.batch.sequences // c.batch.micro_batches)
         self._sequences, self._split = pieces * max(1, limit // pieces), lane.validation
 
-    def measure(self, kind: str, step: int, weights: dict) -> Found:
+    def due(self, step: int) -> tuple[str, ...]:
         """See `gammalm.training.monitoring.Monitor`."""
-        return MEASURES[kind](self, step, weights)
+        tested = self._downstream is not None and step in self._downstream.steps
+        return (self._kinds if step in self._steps else ()) + (DOWNSTREAM,) * tested
+
+    def measure(self, kind: str, step: int, weights: dict, moved: Callable[[], None]) -> Found:
+        """See `gammalm.training.monitoring.Monitor`."""
+        return self._downstream.measure(weights, moved) if kind == DOWNSTREAM else MEASURES[kind](self, step, weights)
 
     @functools.cached_property
     def _batches(self) -> list[dict]:

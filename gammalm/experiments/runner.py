@@ -14,6 +14,7 @@ import jax
 
 from gammalm.config import is_net
 from gammalm.errors import ConfigError, GammalmError
+from gammalm.experiments.downstream import check_tasks
 from gammalm.experiments.grid import Cell, Grid
 from gammalm.experiments.monitors import Monitor
 from gammalm.experiments.nets import run_nets
@@ -57,6 +58,7 @@ def run_grid(
     mode = mode or default_mode()
     if mode not in MODES:
         raise ConfigError(f"--mode {mode}: none of {', '.join(MODES)}.")
+    check_tasks(cell.config() for cell in grid.cells)
     processes.on_first("grid", lambda: record_grid(grid, workdir))
     rows, notices = read_results(workdir)
     processes.exchange("results read")

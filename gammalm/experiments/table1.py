@@ -7,6 +7,7 @@ The paper names the harness and no task, metric or number of examples: those of 
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -18,10 +19,12 @@ from scipy import stats
 from gammalm.errors import DataError
 from gammalm.evaluation.results import leaves_of
 from gammalm.experiments import page
+from gammalm.experiments.grid import ARMS
+from gammalm.experiments.statistics import LEVEL
 from gammalm.files import write_json_atomic, write_text_atomic
 
+ID = "table1"
 GREEN_FROM = 4.0  # points of gain, from the caption of the paper's table
-LEVEL = 0.95
 NUMBER = ' class="n"'  # of a table's cell
 COLOURS = {"green": "#067647", "red": "#b42318"}
 
@@ -79,7 +82,7 @@ def compare(small: dict, standard: dict, small_samples: Samples, standard_sample
     for row, adjusted in zip(rows, holm([row["p"] for row in rows]), strict=True):
         row["p_holm"] = adjusted
     checkpoints = {"small": small.get("checkpoint", {}), "standard": standard.get("checkpoint", {})}
-    return {"id": "table1", **checkpoints, "rows": rows, "notes": _notes(rows, absent, small, standard)}
+    return {"id": ID, **checkpoints, "rows": rows, "notes": _notes(rows, absent, small, standard)}
 
 
 def _generation(results: dict) -> dict:
@@ -123,12 +126,14 @@ def _differences(column: Column, harness: dict, small: Samples, standard: Sample
 
 def _compared(column: Column, small: dict, standard: dict, differences: np.ndarray | None) -> dict:
     gain = 100 * (small["value"] - standard["value"])
+    quantile = float(stats.norm.ppf(0.5 + LEVEL / 2))
     if differences is not None and len(differences) > 1:
         stderr, p = paired_test(differences)
         stderr *= 100
+        quantile = float(stats.t.ppf(0.5 + LEVEL / 2, len(differences) - 1))
     else:
         stderr, p = unpaired_test(gain, 100 * (small["stderr"] or math.nan), 100 * (standard["stderr"] or math.nan))
-    half = float(stats.norm.ppf(0.5 + LEVEL / 2)) * stderr if stderr else None  # no item on which they differ: no interval
+    half = quantile * stderr if stderr else None  # no item on which they differ: no interval
     return {
         "benchmark": column.title,
         "area": column.area,
@@ -212,6 +217,7 @@ def _notes(rows: Sequence[dict], absent: Sequence[str], small: dict, standard: d
     for name, results in (("small", small), ("standard", standard)):
         if cut := sum(results.get("requests", {}).get(count, 0) for count in ("cut", "prompts_cut")):
             notes.append(f"At least {cut:,} contexts were longer than the model with {name} initialization reads, and cut from the left.")
+    for name in ("small", "standard"):
         if guessing := [row["benchmark"] for row in rows if name in row["at_chance"]]:
             notes.append(f"No better than guessing (or, where one cannot guess, than 0), {name} initialization: {', '.join(guessing)}.")
     differing = {task: told for side in (small, standard) for task, told in side.get("data", {}).get("differences", {}).items()}
@@ -223,16 +229,21 @@ def _notes(rows: Sequence[dict], absent: Sequence[str], small: dict, standard: d
     return notes + _other_differences(small.get("checkpoint") or {}, standard.get("checkpoint") or {})
 
 
+def _differ_in(small: Mapping, standard: Mapping) -> list[str]:
+    """What sets the two models apart beside γ: names of facts of their checkpoints."""
+    how = ("checkpoint", "gamma", "weights_sha256", "layout", "devices")  # the last two change no answer
+    return [name for name in small if name in standard and name not in how and small[name] != standard[name]]
+
+
 def _other_differences(small: Mapping, standard: Mapping) -> list[str]:
-    """What sets the two checkpoints apart beside γ, in sentences."""
+    """The same in sentences."""
     notes = []
     gammas = small.get("gamma"), standard.get("gamma")
     if None not in gammas and not gammas[0] > gammas[1]:
         notes.append(f"The model called small has γ = {gammas[0]:g} and the one called standard γ = {gammas[1]:g}: are they exchanged?")
-    skipped = ("checkpoint", "gamma", "weights_sha256")
     if small.get("weights_sha256") and small.get("weights_sha256") == standard.get("weights_sha256"):
         notes.append("The two are one and the same model.")
-    if others := [k for k in small if k in standard and k not in skipped and small[k] != standard[k]]:
+    if others := _differ_in(small, standard):
         told = ", ".join(f"{name} ({small[name]} and {standard[name]})" for name in others)
         notes.append(f"The two models differ in more than γ: {told}.")
     return notes
@@ -247,17 +258,21 @@ def format_table(table: dict) -> str:
     return f"{_caption(table)}\n\n" + "\n".join(text) + "\n\n" + "".join(f"- {note}\n" for note in table["notes"])
 
 
-_HEADERS = ["benchmark", "task, metric", "examples", "items", "standard", "small", "gain", "error", "95 %", "p", "p, Holm", "colour"]
+_HEADERS = ["benchmark", "standard", "small", "gain", "colour", "error", "95 %", "p", "p, Holm", "items", "examples", "task, metric"]
 
 
 def _cells(row: dict) -> list[str]:
     metric = row["metric"] + (f", {row['filter']}" if row["filter"] != "none" else "")
-    interval = "–" if row["low"] is None else f"{row['low']:+.1f} to {row['high']:+.1f}"
+    interval = "–" if row["low"] is None else f"{_signed(row['low'])} to {_signed(row['high'])}"
     items = f"{row['items']:,}" + (f" of {row['of']:,}" if row["items"] < row["of"] else "")
     shots = "–" if row["num_fewshot"] is None else str(row["num_fewshot"])
     scores = [f"{row[side]:.1f}" + "*" * (side in row["at_chance"]) for side in ("standard", "small")]
-    numbers = [f"{row['gain']:+.1f}", _number(row["stderr"], ".1f"), interval, _number(row["p"], ".2g"), _number(row["p_holm"], ".2g")]
-    return [row["benchmark"], f"{row['task']}, {metric}", shots, items, *scores, *numbers, row["colour"]]
+    certain = [_number(row["stderr"], ".1f"), interval, _number(row["p"], ".2g"), _number(row["p_holm"], ".2g")]
+    return [row["benchmark"], *scores, _signed(row["gain"]), row["colour"], *certain, items, shots, f"{row['task']}, {metric}"]
+
+
+def _signed(points: float) -> str:
+    return f"{round(points, 1) + 0.0:+.1f}".replace("-", "−")  # + 0.0: no −0.0
 
 
 def _number(value: float | None, form: str) -> str:
@@ -279,22 +294,36 @@ def _checkpoint(about: Mapping) -> str:
 
 
 def write(table: dict, folder: Path) -> None:
-    """Writes table1.json and table1.html into `folder`, which is made where it is missing. Raises OSError."""
+    """Writes table1.json, table1.html, caption.txt and numbers.jsonl into `folder`, which is made where it is missing. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(folder / "table1.json", table)
-    write_text_atomic(folder / "table1.html", html(table))
+    write_json_atomic(folder / f"{ID}.json", table)
+    write_text_atomic(folder / f"{ID}.html", page.PAGE.substitute(title="Table 1", body=section(table)))
+    write_text_atomic(folder / "caption.txt", "\n".join([_caption(table), *table["notes"]]) + "\n")
+    write_text_atomic(folder / "numbers.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in numbers(table)))
 
 
-def html(table: dict) -> str:
-    """The table as a page of its own, with coloured gains."""
+def numbers(table: dict) -> list[dict]:
+    """The gains as rows of a figure (experiments/figures/catalog.py), which claims read. Their intervals are over items, of one pair.
+
+    "gamma", "standard": of the two models. "arm": that of experiments/grid.py; None where there is none or the two differ in more than γ.
+    """
+    small, standard = table["small"], table["standard"]
+    arm = next((name for name, a in ARMS.items() if (a["eps"], a["gate"]) == (small.get("norm_eps"), small.get("gate"))), None)
+    same = {"arm": None if _differ_in(small, standard) else arm, "gamma": small.get("gamma"), "standard": standard.get("gamma")}
+    same |= {"parameters": small.get("parameters"), "seeds": 1}
+    kept = ("benchmark", "area", "low", "high", "p", "p_holm", "items", "at_chance")
+    return [{"figure": ID, "quantity": "gain", **same, "value": row["gain"], **{k: row[k] for k in kept}} for row in table["rows"]]
+
+
+def section(table: dict) -> str:
+    """The table as a section of a page, with coloured gains."""
     lines = []
     for row in table["rows"]:
-        cells = _cells(row)[:-1]  # without the word for the colour
-        marked = [f"<td{'' if i < 2 else NUMBER}>{escape(cell)}</td>" for i, cell in enumerate(cells)]
-        gain = _HEADERS.index("gain")
-        marked[gain] = f'<td{NUMBER} style="color:{COLOURS[row["colour"]]};font-weight:650">{escape(cells[gain])}</td>'
-        lines.append("<tr>" + "".join(marked) + "</tr>")
-    head = "".join(f'<th scope="col"{"" if i < 2 else NUMBER}>{escape(name)}</th>' for i, name in enumerate(_HEADERS[:-1]))
+        cells = dict(zip(_HEADERS, map(escape, _cells(row)), strict=True))
+        strong = f' style="color:{COLOURS[cells.pop("colour")]};font-weight:650"'
+        kinds = {"benchmark": "", "task, metric": ' class="text" style="min-width:15rem"', "gain": NUMBER + strong}
+        lines.append("<tr>" + "".join(f"<td{kinds.get(name, NUMBER)}>{cell}</td>" for name, cell in cells.items()) + "</tr>")
+    left = ("benchmark", "task, metric")
+    head = "".join(f'<th scope="col"{"" if name in left else NUMBER}>{name}</th>' for name in _HEADERS if name != "colour")
     body = page.wide(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>", "Table 1")
-    said = page.paragraph(_caption(table), "note"), body, page.bullets(table["notes"])
-    return page.PAGE.substitute(title="Table 1", body=page.section("table1", "Table 1: downstream evaluation", *said))
+    return page.section(ID, "Table 1: downstream evaluation", page.paragraph(_caption(table), "note"), body, page.bullets(table["notes"]))

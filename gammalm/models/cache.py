@@ -33,7 +33,7 @@ def prefill(decoder, tokens_BT, lengths_B, slots: int, eps):
     Row b is its first lengths_B[b] tokens; what comes out of the others means nothing. Raises ConfigError on a mesh with a context axis,
     and for more slots than learned positions.
     """
-    _refuse_context()
+    refuse_context()
     decoder.require_positions(slots)
 
     def attention(attn, x_BTD, angles, _):
@@ -51,7 +51,7 @@ def extend(decoder, tokens_BT, counts_B, cache: Cache, eps):
     Equal to `prefill` of the whole rows but for rounding. A token beyond the last slot is seen by the tokens beside it and then lost: give
     the cache the slots that its rows will need. Errors as of `prefill`.
     """
-    _refuse_context()
+    refuse_context()
 
     def attention(attn, x_BTD, angles, kept):
         return attn.extended(x_BTD, angles, eps, kept, cache.lengths_B)
@@ -128,6 +128,7 @@ def _placed(a_LBGSX):
     return jax.lax.with_sharding_constraint(a_LBGSX, PartitionSpec(None, BATCH_AXES, heads))
 
 
-def _refuse_context() -> None:
+def refuse_context() -> None:
+    """Raises ConfigError where the mesh in use cuts sequences up."""
     if mesh_pieces("context") > 1:
         raise ConfigError("A mesh with context > 1 cuts sequences up, and no cache is. Share the devices out over data, fsdp or tensor.")

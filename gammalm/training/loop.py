@@ -21,7 +21,7 @@ from gammalm.training import goodput, validation
 from gammalm.training.checkpoint import Checkpointer
 from gammalm.training.diagnose import first_fault
 from gammalm.training.lanes import Lane, Outcome, Run, restore
-from gammalm.training.monitoring import Build, Monitors
+from gammalm.training.monitoring import DOWNSTREAM, Build, Monitors
 from gammalm.training.preemption import Notice, Preempted
 from gammalm.training.profile import Profile
 from gammalm.training.program import Programs
@@ -41,15 +41,14 @@ def train(
 
     Raises GammalmError for what stops all of them (data, checkpoints, config, another process that is gone); a run whose numbers go wrong
     ends alone. Raises Preempted, with everything saved, where `notice` was given to stop. `profile`: first and last step to trace.
-    `monitor`: makes what measures a lane's config.monitor.kinds (training/monitoring.py).
+    `monitor`: makes what measures what a lane's config asks for (training/monitoring.py).
     """
     clock = goodput.Goodput()
     if mode != "single" and runs[0].config.train.spike == "rollback":
         raise ConfigError("train.spike=rollback goes back with one run at a time. Use --mode single, or train.spike=skip.")
     with clock.phase("start"):
         lanes = [Lane(run) for run in runs]
-        cells = None if mode == "single" else len(lanes)
-        how = dict(cells=cells, mode=mode, cell_devices=cell_devices)
+        how = dict(cells=None if mode == "single" else len(lanes), mode=mode, cell_devices=cell_devices)
         program = programs.get(lanes[0].config, lanes[0].train.token_bytes, **how)
         processes.on_first("prepare", lambda: [prepare(lane.run.workdir, lane.config, program.model.specs) for lane in lanes])
     try:
@@ -112,6 +111,7 @@ class _Group:
         try:
             if self.start < self.steps:
                 self._train()
+            self._monitor(self.steps)  # where the run was told to stop between saving its last step and measuring it
             self._validate(self.steps)
             self._account()
             return [self._outcome(i) for i in range(len(self.lanes))]
@@ -185,13 +185,20 @@ class _Group:
 
     def _monitor(self, step: int) -> None:
         """Measures what is due after `step`, which is read, of the lanes that go on. Before it is saved: what is saved has its rows."""
-        due: dict[int, list[str]] = {}
-        for i, kind in self.monitors.due(step):
-            due.setdefault(i, []).append(kind)
-        for i, kinds in due.items():
-            if not self.lanes[i].error:
-                self._call("monitor", self.monitors.measure, i, kinds, step, self.state, self.metrics[i])
-                self.watchdog.beat(f"monitors at step {step} of {self.lanes[i].run.name}")
+
+        def moved() -> None:
+            self._stop_if_told(step)
+            self.watchdog.beat(f"a part of the monitors at step {step} of {self.title}")
+
+        for i, kinds in self.monitors.due(step).items():
+            how = step, self.state, self.metrics[i], moved
+            if quick := [kind for kind in kinds if kind != DOWNSTREAM]:
+                self._call("monitor", self.monitors.measure, i, quick, *how)
+            if DOWNSTREAM in kinds:  # minutes, of which compiling is a small part
+                self.watchdog.rest()
+                with self.clock.phase("monitor"):
+                    self.monitors.measure(i, [DOWNSTREAM], *how)
+            self.watchdog.beat(f"monitors at step {step} of {self.lanes[i].run.name}")
 
     def _call(self, phase: str, function, *arguments):
         """Calls a compiled function. The first time it compiles, which may take longer than any stall."""
@@ -334,6 +341,10 @@ class _Group:
     def _told_to_stop(self) -> bool:
         return self.notice is not None and self.notice.due()
 
+    def _stop_if_told(self, step: int) -> None:
+        if self._told_to_stop():
+            self._stop(step)
+
     def _stop(self, step: int) -> None:
         """Saves `step`, the number of steps done, and ends."""
         if step > self.start:
@@ -359,10 +370,6 @@ class _Group:
         batches = validation.batches_of(split, self.config.train.validation_batches)
         progress = Progress("validation", sum(batches.values()), "batches", quiet=not processes.leads())
 
-        def before() -> None:
-            if self._told_to_stop():
-                self._stop(step)
-
         def after(domain: str) -> None:
             self.watchdog.beat(f"a batch of {domain}, validation at step {step} of {self.title}")
             progress.advance(1, domain)
@@ -372,7 +379,7 @@ class _Group:
 
         size = self.config.batch.sequences // self.config.batch.micro_batches
         with self.clock.phase("validation"):
-            tables = validation.run(self.program, sums, split, batches, size, before, after)
+            tables = validation.run(self.program, sums, split, batches, size, lambda: self._stop_if_told(step), after)
         for i, lane, metrics in lacking:
             epochs = {domain: round(times, 4) for domain, times in lane.train.epochs(step + self.left_out).items()}
             metrics.write("validation", step, {"tokens": lane.tokens(step), **validation.summary(tables[i]), "epochs": epochs})

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
-from gammalm.initializers import rate_factors
+from gammalm.errors import ConfigError
+from gammalm.initializers import ROLES, rate_factors
+from gammalm.initializers.rules import nearest
 from gammalm.trees import flat, nested
 
 # Muon's, as in its author's code (Jordan et al. 2024, kellerjordan.github.io/posts/muon): which parameters get it, momentum of the
@@ -106,8 +108,11 @@ def moments_like(config, specs, parameters, rest) -> dict:
 def decay_mask(specs, no_decay) -> dict:
     """1.0 for parameters that weight decay reaches, 0.0 for the roles in `no_decay`; nested like the parameters.
 
-    Logits of softmax sinks never decay: their 0 is a sink of weight exp(0), no absence of one.
+    Logits of softmax sinks never decay: their 0 is a sink of weight exp(0), no absence of one. Raises ConfigError for what is no role.
     """
+    for role in no_decay:
+        if role not in ROLES:
+            raise ConfigError(f"optimizer.no_decay: {role!r} is no role of a parameter.{nearest(role, ROLES)}")
     return nested({path: 0.0 if spec.role in (*no_decay, "sink") else 1.0 for path, spec in specs.items()})
 
 

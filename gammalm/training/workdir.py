@@ -14,6 +14,7 @@ import jax
 
 import gammalm
 from gammalm.config import from_json, leaves, to_json
+from gammalm.config_checks import MEASURED
 from gammalm.errors import ConfigError
 from gammalm.files import append_jsonl, read_jsonl, write_json_atomic, write_text_atomic
 from gammalm.initializers import init_table
@@ -27,7 +28,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 MAY_CHANGE = (
     "data.path", "train.log_every", "train.validate_every", "train.checkpoint_every", "train.checkpoints_kept", "train.stall_timeout",
     "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", "mesh.tensor", "mesh.dcn_data", "mesh.dcn_fsdp",
-    "model.attention_kernel", "model.moe.backend", "model.dtype", "model.residual_dtype", "monitor.kinds", "monitor.points",
+    "model.attention_kernel", "model.moe.backend", "model.dtype", "model.residual_dtype", *MEASURED,
 )  # fmt: skip
 
 

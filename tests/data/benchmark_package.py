@@ -16,7 +16,7 @@ ARC = [  # (question, choices, place of the right one)
 ]
 SHARED = "A farmer in the northern valley grows seven kinds of apples and sells them on the market every Saturday morning before noon"
 GSM = [
-    (f"{SHARED}. How many does she sell?", "She sells 3 + 4 = 7 kinds of apples each week.\n#### 7"),
+    (f"{SHARED}. How many does she sell?", "She sells 3 + 4 = <<3+4=7>>7 kinds of apples each week.\n#### 7"),
     ("Tom has two pens. How many?", "#### 2"),
 ]
 MATH = [("What is the value of $1+1$ in the ring of integers modulo two, written as a decimal digit?", r"It is $\boxed{0}$.")]

@@ -42,10 +42,13 @@ def test_texts_of_the_scored_items(tmp_path, monkeypatch):
     folder = benchmarks.benchmarks_folder()
     assert benchmarks.scored_texts(folder, "arc_challenge")[1] == (package.ARC[1][0], *package.ARC[1][1])
     assert len(benchmarks.scored_texts(folder, "mmlu")) == 12
+    assert benchmarks.scored_texts(folder, "gsm8k")[0][1:] == (package.GSM[0][1], "She sells 3 + 4 = 7 kinds of apples each week.\n#### 7")
+    assert [b.name for b in benchmarks.named(["mmlu", "all", "mmlu"])] == list(benchmarks.BENCHMARKS)
+    assert [b.name for b in benchmarks.named(["mmlu", "gsm8k", "mmlu"])] == ["mmlu", "gsm8k"]
     assert benchmarks.scored_texts(folder, "hellaswag")[0][1].startswith("sings a long song")  # the ending that is right
     for name in benchmarks.BENCHMARKS:
         assert all(all(isinstance(text, str) and text for text in texts) for texts in benchmarks.scored_texts(folder, name))
-    with pytest.raises(DataError, match="no benchmark 'bbh' but arc_challenge"):
+    with pytest.raises(DataError, match="no benchmark 'bbh' to look for but arc_challenge"):
         benchmarks.scored_texts(folder, "bbh")
 
 

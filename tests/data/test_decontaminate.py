@@ -105,7 +105,7 @@ def test_prepare_drops_and_counts(sources, tmp_path, capsys):
     assert found["arc_challenge"]["documents"] == 1 and found["arc_challenge"]["not_checked"] == 1
     with pytest.raises(DataError, match="other arguments: .*--decontaminate arc_challenge gsm8k"):
         prepare(Request(tuple(sources), out, 512, quiet=True))
-    assert prepare(Request(tuple(sources), out, 512, decontaminate=("gsm8k", "arc_challenge"), quiet=True))["already_prepared"]
+    assert prepare(Request(tuple(sources), out, 512, decontaminate=("gsm8k", "arc_challenge", "gsm8k"), quiet=True))["already_prepared"]
     screen = Screen.build({"a": [(package.SHARED,)], "b": [("the model condenses before it learns 3 times",)]})
     found = corpus_contamination(out, manifest, screen)["benchmarks"]
     assert [entry["documents"] for entry in found.values()] == [0, 1]
@@ -129,7 +129,7 @@ def test_a_corpus_from_before_is_still_the_one_asked_for(sources, tmp_path):
 
 
 def test_what_cannot_be_asked_for(sources, tmp_path):
-    with pytest.raises(DataError, match="--decontaminate bbh: there is no such benchmark. Known: arc_challenge"):
-        prepare(Request(tuple(sources), tmp_path / "out", 512, decontaminate=("bbh",), quiet=True))
+    with pytest.raises(DataError, match="no benchmark 'bbh' to look for but arc_challenge, .*; all means all of them"):
+        prepare(Request(("open-mix",), tmp_path / "out", decontaminate=("gsm8k", "bbh"), quiet=True))  # before anything is fetched
     with pytest.raises(DataError, match="composition task has none"):
         prepare(Request(("composition:100",), tmp_path / "out", decontaminate=("all",), quiet=True))

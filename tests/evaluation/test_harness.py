@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 
 pytest.importorskip("lm_eval")
 
@@ -26,12 +25,10 @@ from gammalm.training.load import save_model
 from ..conftest import WORDS
 from ..models.reference import log_softmax, logits_of, random_params, small_config
 from ..training.pairs import GAMMALM, Pair
+from .toy_tasks import ITEMS, write_tasks
 
+pytestmark = pytest.mark.parity  # runs where the harness is installed
 CONTEXT = 24
-ITEMS = [
-    {"question": " ".join(WORDS[i : i + 4]), "choices": [" ".join(WORDS[i + k : i + k + k % 3 + 1]) for k in range(4)], "gold": i % 4}
-    for i in range(9)
-]
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +55,9 @@ def log_probabilities(run, tokens):
     return log_softmax(logits_of(run[2], run[1].model, np.array(tokens)))
 
 
-def likelihood(run, before, after):
+def likelihood(run, before, after, context=CONTEXT):
     """(log-probability, whether greedy) of the tokens `after`, given as many tokens `before` as fit."""
-    logp = log_probabilities(run, [*before, *after][-CONTEXT - 1 : -1])[-len(after) :]
+    logp = log_probabilities(run, [*before, *after][-context - 1 : -1])[-len(after) :]
     return logp[np.arange(len(after)), after].sum(), bool((logp.argmax(-1) == after).all())
 
 
@@ -84,14 +81,19 @@ def test_likelihoods_are_those_of_the_harness_s_definition(run, lm):
             after = words.encode(continuation)
         expected = likelihood(run, before or [words.eod_id], after)
         assert logprob == pytest.approx(expected[0], abs=2e-5) and greedy == expected[1]
-    assert lm.requests["cut"] == 1
+    assert lm.requests["cut"] == 1 and len(lm.cut) == 1
     with pytest.raises(DataError, match="some task, item 7"):
         lm.loglikelihood([asked("the model", "")])
+    with pytest.raises(DataError, match="' every token every .* longer than the 24 that the model reads"):
+        lm.loglikelihood([asked("the model", " every token" * 30)])
 
 
 def test_a_rolling_likelihood_counts_every_token_once(run, lm):
     texts = ["", "the model", "small initialization lets the model condense " * 9]
+    kept = {}
+    lm.cache_hook.add_partial = lambda name, args, answer: kept.update({(name, *args): answer})
     found = lm.loglikelihood_rolling([asked(text) for text in texts])
+    assert kept == {("loglikelihood_rolling", text): total for text, total in zip(texts[1:], found[1:], strict=True)} and found[0] == 0
     for text, logprob in zip(texts, found, strict=True):
         tokens, expected, done = [run[3].eod_id, *run[3].encode(text)], 0.0, 0
         while done < len(tokens) - 1:  # windows of CONTEXT, the last one moved back to be full
@@ -118,35 +120,28 @@ def test_generation_is_greedy_and_ends_before_a_stop(run, lm):
         assert text == run[3].decode(new)
     assert lm.requests["prompts_cut"] == 1 and lm.requests["written"] >= 8
     stop = next(letter for letter in written[0][::-1] if letter != "\ufffd")
-    how = {"until": [stop, ""], "max_gen_toks": 8, "do_sample": False, "temperature": 0.0}
+    how = {"until": [stop, ""], "max_gen_toks": 8, "do_sample": False, "temperature": 0.0, "num_beams": 1}
     assert lm.generate_until([asked(contexts[0], how)]) == [written[0].split(stop)[0]]
-    with pytest.raises(ConfigError, match="min_p"):
-        lm.generate_until([asked("a", {"min_p": 0.1})])
+    for unknown in ({"min_p": 0.1}, {"num_beams": 4}):
+        with pytest.raises(ConfigError, match="min_p|beams"):
+            lm.generate_until([asked("a", unknown)])
     with pytest.raises(ConfigError, match="no chat template"):
         lm.apply_chat_template([])
 
 
+def test_draws_are_numbered_among_themselves(lm, monkeypatch):
+    """So they stay the same when the greedy texts beside them were written before."""
+    seen = []
+    monkeypatch.setattr(lm.generator, "stream", lambda prompts, _: seen.append([prompt.index for prompt in prompts]) or [])
+    greedy, drawn = (asked("a", {"until": [], "do_sample": sample}) for sample in (False, True))
+    lm.generate_until([greedy, drawn, greedy, drawn])
+    lm.generate_until([drawn, drawn])
+    assert seen == [[None, 0, None, 1], [0, 1]]
+
+
 @pytest.fixture
 def tasks(tmp_path):
-    """A folder with a task of choices, one of answers and a group of both, over files of its own."""
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    (folder / "items.json").write_text("\n".join(map(json.dumps, ITEMS)))
-    where = {"data_files": {"test": str(folder / "items.json")}, "cache_dir": str(tmp_path / "cache")}
-    data = {"dataset_path": "json", "dataset_kwargs": where, "test_split": "test", "num_fewshot": 0}
-    choices = {
-        "task": "tiny_choices", "output_type": "multiple_choice", "doc_to_text": "Q: {{question}}\nA:", "doc_to_choice": "{{choices}}",
-        "doc_to_target": "gold", "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }  # fmt: skip
-    answers = {
-        "task": "tiny_answers", "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[gold]}}",
-        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 6},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }  # fmt: skip
-    for task in (choices, answers):
-        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(task | data))
-    (folder / "group.yaml").write_text(yaml.safe_dump({"group": "tiny_both", "task": ["tiny_choices", "tiny_answers"]}))
-    return folder
+    return write_tasks(tmp_path)
 
 
 @pytest.fixture
@@ -155,16 +150,16 @@ def few_tasks(monkeypatch):
     monkeypatch.setattr(harness, "Tasks", lambda include_path: Tasks(include_path=include_path, include_defaults=False))
 
 
-def expected_accuracy(run):
-    right = []
+def expected(run, context=CONTEXT):
+    """Of each item, whether it is answered rightly, and whether more than `context` tokens had to be read for it."""
+    right, cut = [], []
     for item in ITEMS:
         before = run[3].encode(f"Q: {item['question']}\nA:")
-        scores = []
-        for choice in item["choices"]:
-            after = run[3].encode(f"Q: {item['question']}\nA: {choice}")[len(before) :]
-            scores.append(likelihood(run, before, after)[0])
+        afters = [run[3].encode(f"Q: {item['question']}\nA: {choice}")[len(before) :] for choice in item["choices"]]
+        scores = [likelihood(run, before, after, context)[0] for after in afters]
         right.append(int(np.argmax(scores) == item["gold"]))
-    return right
+        cut.append(any(len(before) + len(after) - 1 > context for after in afters))
+    return right, cut
 
 
 def evaluated(run, tasks, out, *options):
@@ -177,15 +172,16 @@ def test_an_evaluation_is_written_whole(run, tasks, few_tasks, tmp_path, capsys)
     said = json.loads(capsys.readouterr().out)
     found = read_results(tmp_path / "out")
     assert {name: found[name] for name in ("checkpoint", "data", "rows", "requests")} == {k: v for k, v in said.items() if k != "out"}
-    right = expected_accuracy(run)
+    right, cut = expected(run)
     rows = {(row["task"], row["metric"]): row for row in found["rows"]}
     row = rows["tiny_choices", "acc"]
     assert row["value"] == pytest.approx(np.mean(right)) and 0 < sum(right) < len(ITEMS)
     assert row["stderr"] == pytest.approx(np.std(right, ddof=1) / 3)
-    assert (row["items"], row["of"], row["num_fewshot"], row["higher_is_better"]) == (9, 9, 0, True)
+    assert (row["items"], row["of"], row["num_fewshot"], row["higher_is_better"], row["cut"]) == (9, 9, 0, True, sum(cut))
     assert rows["tiny_answers", "exact_match"]["items"] == 9
     assert [item["acc"] for item in samples_of(tmp_path / "out", "tiny_choices")] == right
     assert found["checkpoint"]["gamma"] == 1.0 and found["checkpoint"]["step"] == 0 and found["data"] == {"source": "harness"}
+    assert found["checkpoint"]["mesh"] == {"data": jax.device_count()}
     assert found["harness"]["group_subtasks"] == {"tiny_both": ["tiny_choices", "tiny_answers"]}
     assert any((run[0] / "tensorboard").iterdir())
 
@@ -200,20 +196,29 @@ def test_an_evaluation_goes_on_where_it_was_stopped(run, tasks, few_tasks, tmp_p
             score.append(found)
             yield found
 
-    options = ["--tasks", "tiny_choices", "--json", "--batch-tokens", "150"]
+    options = ["--tasks", "tiny_choices", "--json", "--batch-tokens", "150", "--max-length", "16"]
     monkeypatch.setattr(Scorer, "score", stopped)
     assert evaluated(run, tasks, tmp_path / "out", *options) == 130
     monkeypatch.setattr(Scorer, "score", whole)
     capsys.readouterr()
     assert evaluated(run, tasks, tmp_path / "out", *options) == 0
     rest = json.loads(capsys.readouterr().out)
+    right, cut = expected(run, 16)
     assert rest["requests"]["requests"] == 4 * len(ITEMS) - 10
-    assert rest["rows"][0]["value"] == pytest.approx(np.mean(expected_accuracy(run)))
+    assert rest["rows"][0]["value"] == pytest.approx(np.mean(right))
+    assert rest["rows"][0]["cut"] == sum(cut) == len(ITEMS)
     assert evaluated(run, tasks, tmp_path / "out", *options) == 0
     again = json.loads(capsys.readouterr().out)
-    assert again["requests"]["requests"] == 0 and again["rows"] == rest["rows"]
+    assert again["requests"]["requests"] == again["requests"]["cut"] == 0 and again["rows"] == rest["rows"]
     assert evaluated(run, tasks, tmp_path / "out", *options, "--max-length", "20") == 2
     assert "answers of another model (max_length differ)" in capsys.readouterr().err
+    other = tmp_path / "other"
+    shutil.copytree(run[0], other)
+    config = json.loads((other / "config.json").read_text())
+    config["model"]["dtype"] = "bfloat16"  # which a run may change on its way
+    (other / "config.json").write_text(json.dumps(config))
+    assert evaluated((other,), tasks, tmp_path / "out", *options) == 2
+    assert "answers of another model (model_sha256 differ)" in capsys.readouterr().err
 
 
 def test_what_cannot_be_evaluated_is_said(run, tasks, few_tasks, tmp_path, capsys):
@@ -255,7 +260,7 @@ def test_the_harness_s_command_line_knows_our_models_and_its_own(run, tasks, tmp
     assert "|tiny_choices|" in capsys.readouterr().out
     (file,) = out.rglob("results_*.json")
     found = json.loads(file.read_text())
-    assert found["results"]["tiny_choices"]["acc,none"] == pytest.approx(np.mean(expected_accuracy(run)))
+    assert found["results"]["tiny_choices"]["acc,none"] == pytest.approx(np.mean(expected(run)[0]))
     assert found["config"]["gamma"] == 1.0 and found["config"]["layout"] == "plain"
     assert main(["lm-eval", *arguments, "--model", "gammalm", "--model_args", f"checkpoint={run[0]},stpe=3"]) == 2
     assert "stpe" in capsys.readouterr().err

@@ -105,3 +105,14 @@ def test_the_harness_reads_them(tmp_path, monkeypatch):
     assert anatomy.doc_to_text(anatomy.eval_docs[0]) == "Item 0 of anatomy: what is it?\nA. p\nB. q\nC. r\nD. s\nAnswer:"
     assert len(loaded["bbh_exemplars"].eval_docs) == 81
     assert loaded["gsm8k"].config.fewshot_split == "test" and loaded["gsm8k"].config.num_fewshot == 5
+    # Of four items three are examples of the fourth: none is its own example.
+    trivia = loaded["triviaqa"]
+    trivia.set_fewshot_seed(seed=1234)
+    for number, doc in enumerate(trivia.eval_docs):
+        *examples, asked = trivia.fewshot_context(doc, num_fewshot=3).split("\n\n")
+        assert asked == f"Question: Who was number {number}??\nAnswer:"
+        assert sorted(e[len("Question: Who was number ")] for e in examples) == [str(n) for n in range(4) if n != number]
+    gsm = loaded["gsm8k"]
+    gsm.set_fewshot_seed(seed=1234)
+    first, asked = gsm.fewshot_context(gsm.eval_docs[1], num_fewshot=1).split("\n\n")
+    assert first.startswith(f"Question: {package.GSM[0][0]}") and asked == f"Question: {package.GSM[1][0]}\nAnswer:"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gammalm.errors import DataError
-from gammalm.evaluation.results import leaves_of, read_results, rows_of, samples_of, write_results
+from gammalm.evaluation.results import leaves_of, numbers_of, read_results, rows_of, samples_of, write_results
 
 HARNESS = {
     "results": {
@@ -17,7 +17,7 @@ HARNESS = {
     },
     "group_subtasks": {"everything": ["knowledge", "sums"], "knowledge": ["law", "physics"]},
     "versions": {"law": 1.0, "sums": 3.0},
-    "n-shot": {"law": 5, "physics": 5, "knowledge": 5, "sums": 8},
+    "n-shot": {"law": 5, "physics": 5, "sums": 8},  # nothing of a group of groups
     "higher_is_better": {"law": {"acc": True, "acc_norm": True}, "physics": {"acc": True}, "knowledge": {"acc": True}, "sums": {}},
     "n-samples": {
         "law": {"original": 100, "effective": 10}, "physics": {"original": 200, "effective": 20}, "sums": {"original": 5, "effective": 5},
@@ -38,6 +38,13 @@ def test_rows_are_flat_and_groups_count_their_tasks():
     assert rows[2]["stderr"] is None and rows[2]["version"] == 1.0 and not rows[2]["group"]
     assert rows[4]["stderr"] == 0.1 and rows[5]["stderr"] is None and rows[5]["higher_is_better"] is None
     assert leaves_of(HARNESS, "everything") == ["law", "physics", "sums"]
+    unequal = rows_of(HARNESS | {"n-shot": {"law": 5, "physics": 0, "knowledge": 5, "sums": 8}})
+    assert [row["num_fewshot"] for row in unequal] == [None, 5, 5, 0, 8, 8]
+
+
+def test_numbers_have_the_names_of_curves():
+    rows = [*rows_of(HARNESS)[3:], {"task": "law", "metric": "said", "filter": "none", "value": "N/A"}]
+    assert numbers_of(rows) == {"physics/acc": 0.6, "sums/exact_match/strict": 0.2, "sums/exact_match/lax": 0.4}
 
 
 def test_a_folder_of_results_is_read_back(tmp_path):

@@ -15,7 +15,7 @@ from gammalm.training.load import save_model
 from ..conftest import WORDS
 from ..models.reference import random_params, small_config
 
-CONTEXT = 24
+CONTEXT = 16  # a length of lengths.py: all batches here are of one shape
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,12 @@ def run(tmp_path_factory):
 
 
 def sample(run, *options):
-    return main(["sample", "--checkpoint", str(run[0]), *options])
+    return main(["sample", "--checkpoint", str(run[0]), "--rows", "1", *options])
+
+
+def texts(capsys, run, *options):
+    assert sample(run, *options, "--json") == 0
+    return json.loads(capsys.readouterr().out)["texts"]
 
 
 def test_json_says_everything(run, tmp_path, capsys):
@@ -56,16 +61,14 @@ def test_prompts_of_files(tmp_path):
 
 
 def test_one_text_is_streamed_and_several_come_in_order(run, capsys):
-    greedy = ["--max-new-tokens", "6", "--temperature", "0"]
-    assert sample(run, "--prompt", "the model", *greedy, "--json") == 0
-    (text,) = json.loads(capsys.readouterr().out)["texts"]
-    assert sample(run, "--prompt", "the model", *greedy) == 0
+    short = ["--max-new-tokens", "6"]
+    one, other = texts(capsys, run, "--prompt", "the model", "--prompt", "small", *short)
+    assert sample(run, "--prompt", "the model", *short) == 0
     out, err = capsys.readouterr()
-    assert out == "the model" + text["text"] + "\n"
-    assert err.startswith(f"{len(text['tokens'])} tokens in ")
-    assert sample(run, "--prompt", "small", "--prompt", "the model", *greedy) == 0
-    out, err = capsys.readouterr()
-    assert out.startswith("--- 1\nsmall") and out.endswith("--- 2\nthe model" + text["text"] + "\n")
+    assert out == "the model" + one["text"] + "\n"
+    assert err.startswith(f"{len(one['tokens'])} tokens in ")
+    assert sample(run, "--prompt", "the model", "--prompt", "small", *short) == 0
+    assert capsys.readouterr().out == f"--- 1\nthe model{one['text']}\n--- 2\nsmall{other['text']}\n"
 
 
 def test_long_prompts(run, capsys):
@@ -73,12 +76,19 @@ def test_long_prompts(run, capsys):
     assert sample(run, "--prompt", text) == 1
     out, err = capsys.readouterr()
     assert out == "" and f"and the model reads {CONTEXT} at most" in err
-    assert sample(run, "--prompt", text, "--long", "left", "--max-new-tokens", "4", "--temperature", "0") == 0
+    assert sample(run, "--prompt", text, "--long", "left", "--max-new-tokens", "4") == 0
     cut = len(run[1].encode(text)) - (CONTEXT - 4)
     assert f"prompts cut from the left: 1, by {cut} tokens" in capsys.readouterr().err
-    assert sample(run, "--prompt", "the " * 11, "--temperature", "0", "--max-new-tokens", "1000") == 0
+    assert sample(run, "--prompt", "the " * 7, "--max-new-tokens", "1000") == 0
     err = capsys.readouterr().err
     assert "context is full" in err or "with the document" in err
+
+
+@pytest.mark.full
+def test_eight_devices_write_what_one_does(run, capsys):
+    asked = ["--prompt", "the model", "--prompt", "small", "--samples", "3", "--max-new-tokens", "8", "--rows", "32"]
+    for how in ([], ["--temperature", "0"]):
+        assert texts(capsys, run, *asked, *how, "--mesh", "data=-1,fsdp=2,tensor=2") == texts(capsys, run, *asked, *how)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +97,7 @@ def test_long_prompts(run, capsys):
         ([], 2, "There is no prompt"), (["--prompt", "a", "--samples", "0"], 2, "--samples 0"),
         (["--prompt", "a", "--max-new-tokens", "0"], 2, "--max-new-tokens 0"), (["--prompt", "a", "--top-p", "2"], 2, "top-p 2"),
         (["--prompt", "a", "--stop", ""], 2, "empty stop"), (["--prompts", "nowhere.txt"], 1, "nowhere.txt cannot be read"),
+        (["--prompt", "a", "--mesh", "rows=2"], 2, "AXIS=SIZE"), (["--prompt", "a", "--mesh", "context=8"], 2, "context > 1"),
         (["--prompts", "bad.jsonl"], 1, "bad.jsonl, line 2"), (["--prompt", "a", "--tokenizer", "other.model"], 2, "is another tokenizer"),
     ],
 )  # fmt: skip
@@ -104,5 +115,4 @@ def test_a_checkpoint_without_its_tokenizer(run, tmp_path, capsys):
     bare = (tmp_path / "run", None)
     assert sample(bare, "--prompt", "a") == 2
     assert "Name its file with --tokenizer" in capsys.readouterr().err
-    greedy = ["--max-new-tokens", "6", "--temperature", "0"]
-    assert sample(bare, "--prompt", "a", *greedy, "--tokenizer", str(run[0] / "tokenizer.model")) == 0
+    assert sample(bare, "--prompt", "a", "--max-new-tokens", "6", "--tokenizer", str(run[0] / "tokenizer.model")) == 0

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from gammalm.cli import harness
 from gammalm.errors import ConfigError, DataError, TrainingError
 from gammalm.evaluation.batching import Request
 from gammalm.evaluation.scoring import LAYOUTS, Scorer
@@ -23,11 +24,6 @@ def build(kind):
     config = small_config(**KINDS[kind]).model
     model = Model(config)
     return model, random_params(model.specs), random_buffers(model)
-
-
-@pytest.fixture(scope="module", params=list(KINDS))
-def built(request):
-    return build(request.param)
 
 
 def questions(seed=0, count=4):
@@ -76,8 +72,10 @@ def with_greedy(built, requests):
     return requests
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_scores_are_those_of_each_request_by_itself(built, layout):
+@pytest.mark.parametrize("kind", ["gated, grouped", pytest.param("latent, mixture", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["shared", *(pytest.param(layout, marks=pytest.mark.full) for layout in ("plain", "packed"))])
+def test_scores_are_those_of_each_request_by_itself(kind, layout):
+    built = build(kind)
     requests = with_greedy(built, questions())
     wanted = reference(*built, requests)
     scorer = scorer_of(built, layout=layout, tokens=200)
@@ -88,6 +86,10 @@ def test_scores_are_those_of_each_request_by_itself(built, layout):
     counts = scorer.counts
     assert (counts.requests, counts.cut, counts.cut_tokens) == (len(requests), 1, 33 - LONGEST - 1)
     assert counts.sequences < counts.requests and counts.tokens < counts.computed
+
+
+def test_the_command_line_knows_the_layouts():
+    assert LAYOUTS == harness.LAYOUTS
 
 
 def test_sharing_and_packing_save_work(monkeypatch):

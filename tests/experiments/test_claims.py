@@ -11,6 +11,7 @@ from gammalm.cli.main import main
 from gammalm.experiments.claims import NEEDS_SCALE, NOT_RESOLVED, OPPOSITE, REPRODUCED, VERDICTS, across, judge
 from gammalm.experiments.claims_report import ALL_CLAIMS as CLAIMS
 from gammalm.experiments.figures.catalog import IDS
+from gammalm.experiments.table1 import COLUMNS
 
 from .study import Page
 
@@ -132,6 +133,43 @@ def test_what_is_no_gain_is_not_amplified():
     gate, effect = row("fig1h", "gate contrast", -0.05, **at), row("fig1h", "gate effect", 0.02, gamma=1.0, **at)
     assert verdict_of("gate-matters-more-at-small", [gate, effect]) == OPPOSITE
     assert verdict_of("gate-matters-more-at-small", [gate, effect | {"value": -0.02, "low": -0.03, "high": -0.01}]) == REPRODUCED
+
+
+def task_rows(gains, half=1.0, parameters=1.4e9, at_chance=(), **more):
+    """Rows of table1 as `table1.numbers` makes them."""
+    areas = {c.title: c.area for c in COLUMNS}
+    same = {"arm": "adjusted", "gamma": 1.0, "standard": 0.5, "parameters": parameters, "at_chance": list(at_chance)} | more
+    rows = [row("table1", "gain", value, half, 2, benchmark=name, area=areas[name], **same) for name, value in gains.items()]
+    return [r | {"seeds": 1} for r in rows]  # one pair of models; its interval is over items
+
+
+def test_gains_on_benchmarks():
+    four = dict.fromkeys(("TriviaQA", "HellaSwag", "GSM8K", "MATH500"), 6.0)
+    assert verdict_of("tasks-better", task_rows(four)) == verdict_of("tasks-four-points", task_rows(four)) == REPRODUCED
+    one_worse = task_rows(four | {"GSM8K": -6.0})
+    assert verdict_of("tasks-better", one_worse) == verdict_of("tasks-four-points", one_worse) == OPPOSITE
+    small = task_rows(dict.fromkeys(four, 2.0))
+    assert (verdict_of("tasks-better", small), verdict_of("tasks-four-points", small)) == (REPRODUCED, OPPOSITE)
+    assert verdict_of("tasks-better", task_rows(four, half=7.0)) == NOT_RESOLVED
+
+
+def test_what_both_models_guess_resolves_nothing_and_sizes_of_gains_are_the_papers():
+    gains = dict.fromkeys(("TriviaQA", "HellaSwag", "GSM8K", "MATH500"), -6.0)
+    guessing = judge(BY_ID["tasks-better"], task_rows(gains, at_chance=("small", "standard")))
+    assert guessing["verdict"] == NOT_RESOLVED and "HellaSwag, both guessing, points −6" in guessing["said"]
+    assert verdict_of("tasks-better", task_rows(gains, at_chance=("small",))) == OPPOSITE  # the other knows something
+    little = task_rows(gains, parameters=1e6)
+    assert (verdict_of("tasks-better", little), verdict_of("tasks-four-points", little)) == (OPPOSITE, NOT_RESOLVED)
+
+
+@pytest.mark.parametrize("other", [{"arm": "plain"}, {"arm": None}, {"gamma": 0.75}, {"standard": 1.0}])
+def test_gains_of_another_pair_do_not_count(other):
+    rows = task_rows(dict.fromkeys(("TriviaQA", "HellaSwag", "GSM8K", "MATH500"), 6.0), **other)
+    assert verdict_of("tasks-better", rows) == NEEDS_SCALE
+
+
+def test_an_area_without_a_benchmark_is_not_measured():
+    assert verdict_of("tasks-better", task_rows({"TriviaQA": 6.0, "HellaSwag": 6.0})) == NEEDS_SCALE
 
 
 def test_tokens():
@@ -269,7 +307,7 @@ def test_rows_align_and_fade():
 def test_the_list_holds_together():
     assert len(BY_ID) == len(CLAIMS) > 40
     for claim in CLAIMS:
-        assert set(claim.figures) <= set(IDS), claim.id
+        assert set(claim.figures) <= {*IDS, "table1"}, claim.id
         assert bool(claim.figures) is (claim.measure is not None), claim.id
         assert claim.measure is not None or claim.limits, claim.id
         assert re.fullmatch(r"[\d., ]+(, Table 1)?|E\d|theory", claim.section) and claim.statement.endswith("."), claim.id

@@ -58,7 +58,8 @@ def test_gain_error_and_mcnemar():
     wins, losses = (difference > 0).sum(), (difference < 0).sum()
     expected = min(1.0, 2 * stats.binom.cdf(min(wins, losses), wins + losses, 0.5))  # the exact test of McNemar
     assert row["p"] == pytest.approx(expected) and 0 < row["p"] < 1
-    assert row["low"] == pytest.approx(row["gain"] - 1.959964 * row["stderr"], rel=1e-5)
+    expected = stats.ttest_1samp(100 * difference, 0).confidence_interval(0.95)
+    assert (row["low"], row["high"]) == (pytest.approx(expected.low), pytest.approx(expected.high))
 
 
 def test_pairing_sharpens_what_independent_errors_blur():
@@ -70,6 +71,7 @@ def test_pairing_sharpens_what_independent_errors_blur():
     (loose,) = kept["rows"]
     assert loose["stderr"] == pytest.approx(math.hypot(loose["small_stderr"], loose["standard_stderr"]))
     assert loose["p"] == pytest.approx(2 * stats.norm.sf(loose["gain"] / loose["stderr"]))
+    assert loose["high"] - loose["gain"] == pytest.approx(1.959964 * loose["stderr"], rel=1e-5)
     assert paired["gain"] == loose["gain"] and paired["p"] < 0.01 < 0.05 < loose["p"]
     assert not loose["paired"] and any("unpaired" in note for note in kept["notes"])
 
@@ -110,6 +112,25 @@ def test_models_that_answer_alike_have_no_interval():
 def test_holm_is_the_step_down_of_the_textbook():
     assert table1.holm([0.01, 0.04, None, 0.03]) == pytest.approx([0.03, 0.06, None, 0.06])
     assert table1.holm([0.5, 0.9]) == [1.0, 1.0] and table1.holm([]) == []
+
+
+def test_gains_are_rows_of_a_figure_for_the_pair_they_are_of():
+    def labels(small, standard):
+        table = compared(results({"arc_challenge": [0.0, 1.0]}, **small), results({"arc_challenge": [1.0, 1.0]}, **standard))
+        (row,) = table1.numbers(table)
+        return row["quantity"], row["gamma"], row["standard"], row["arm"], row["parameters"], row["seeds"], table["notes"]
+
+    small, standard = ({"gamma": g, "gate": "elementwise", "parameters": 10, "step": 5} for g in (1.0, 0.5))
+    assert labels(small, standard)[:-1] == ("gain", 1.0, 0.5, "adjusted", 10, 1)
+    assert labels(small | {"layout": "plain", "devices": 8}, standard | {"layout": "packed", "devices": 1})[3] == "adjusted"
+    plain = {"gate": "none", "norm_eps": 1e-5}
+    assert labels(small | plain, standard | plain)[3] == "plain"
+    assert labels(small | plain, standard)[3] is None and labels(small | {"step": 6}, standard)[3] is None
+    assert labels(small | {"gate": "none"}, standard | {"gate": "none"})[3] is None
+
+
+def test_gains_are_printed_without_a_negative_zero():
+    assert [table1._signed(points) for points in (-0.04, 0.04, -0.06, 12.34)] == ["+0.0", "+0.0", "−0.1", "+12.3"]
 
 
 @pytest.mark.parametrize("gain, colour", [(3.94, "red"), (3.96, "green"), (4.0, "green"), (-5.0, "red")])
@@ -172,10 +193,15 @@ def test_one_command_makes_the_table(evaluated, tmp_path, capsys):
     assert main([*command, "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
     assert [row["benchmark"] for row in table["rows"]] == ["ARC-C", "HellaSwag"]
-    assert json.loads((tmp_path / "w/figures/table1/table1.json").read_text()) == table
-    html = (tmp_path / "w/figures/table1/table1.html").read_text()
-    for row in table["rows"]:
-        assert f'color:{table1.COLOURS[row["colour"]]};font-weight:650">{row["gain"]:+.1f}<' in html
+    folder = tmp_path / "w/figures/table1"
+    assert json.loads((folder / "table1.json").read_text()) == table
+    for html in (folder / "table1.html", folder.parent / "index.html"):
+        for row in table["rows"]:
+            gain = f"{row['gain']:+.1f}".replace("-", "−")
+            assert f'color:{table1.COLOURS[row["colour"]]};font-weight:650">{gain}<' in html.read_text()
+    assert (folder / "caption.txt").read_text().splitlines()[1:] == table["notes"]
+    rows = [json.loads(line) for line in (folder / "numbers.jsonl").read_text().splitlines()]
+    assert [(r["benchmark"], r["value"], r["low"]) for r in rows] == [(r["benchmark"], r["gain"], r["low"]) for r in table["rows"]]
     assert main(command) == 0
     assert "| ARC-C " in capsys.readouterr().out
 
@@ -187,6 +213,9 @@ def test_one_command_makes_the_table(evaluated, tmp_path, capsys):
         (["table1", "--small", "SMALL"], "needs --standard"),
         (["table1", "--small", "SMALL", "--standard", "STANDARD", "--offline"], "has been evaluated: --offline, --limit"),
         (["table1", "--small", "SMALL", "--standard", "STANDARD", "--scale", "cpu"], "reach nothing"),
+        (["table1", "--small", "SMALL", "--standard", "STANDARD", "--limit", "0"], "has been evaluated: --offline, --limit"),
+        (["table1", "--small", "runs/none:3", "--standard", "STANDARD"], "--small runs/none:3: there is no such run"),
+        (["fig1c", "--limit", "0"], "--limit is for table1"),
         (["table1", "--small", "SMALL", "--standard", "STANDARD", "--processes", "2"], "one process"),
         (["fig1c", "--small", "SMALL"], "--small is for table1"),
     ],

@@ -4,6 +4,7 @@ For each leaf another value, and what shows it: the program of a training step, 
 scalars, what is asked of the data, or what a run leaves behind. A leaf without an entry fails the last test.
 """
 
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from gammalm.config import apply_overrides, leaves, load_config
+from gammalm.experiments import downstream
 from gammalm.experiments.monitors import Monitor
 from gammalm.files import read_jsonl
 from gammalm.initializers import init_params
@@ -142,6 +144,41 @@ def watched(monkeypatch, left_behind):
     return run
 
 
+@pytest.fixture
+def benchmarked(monkeypatch):
+    """Config -> after which steps it is tested on what; the harness and the tokenizer are not the real ones."""
+    told = []
+
+    class Tasks:
+        def load(self, names):
+            return {"tasks": {}}
+
+    def opened(names, offline, include, **_):
+        told.append((names, offline, include))
+        return Tasks(), names, {}
+
+    def evaluate(lm, tasks, *, limit, **_):
+        told.append((tasks, limit))
+        return {"rows": [], "requests": {}}, None
+
+    lm = SimpleNamespace(load=lambda *_: None)
+    harness = SimpleNamespace(refuse_unwritable=lambda *_: None, GammaLM=lambda *_, **__: lm, evaluate=evaluate)
+    monkeypatch.setitem(sys.modules, "gammalm.evaluation.harness", harness)
+    monkeypatch.setattr(downstream, "open_tasks", opened)
+    monkeypatch.setattr(downstream.Tokenizer, "load", lambda _: SimpleNamespace(sha256=Split.tokenizer_sha256))
+
+    def run(c):
+        told.clear()
+        downstream._opened.cache_clear()
+        lane = SimpleNamespace(config=c, train=Split)
+        monitor = downstream.Downstream(lane, type("Any", (), {"mesh": None, "model": Model(c.model)})())
+        monitor.measure({"params": {}, "buffers": {}}, lambda: None)
+        return str([*told, sorted(monitor.steps)])
+
+    return run
+
+
+TESTED = [("downstream.tasks", ("some",))]
 # Under these, a loss that is above the middle of the two before is a spike: of random tokens every other one.
 SPIKY = [("train.spike", "rollback"), ("train.spike_window", 2), ("train.spike_sigma", 1e-6), ("train.steps", 12)]
 
@@ -209,6 +246,11 @@ WIRED = {
     "train.spike_rollbacks": (1, SPIKY, "left_behind"),
     "monitor.kinds": (("weights",), (), "left_behind"),
     "monitor.points": (2, [("monitor.kinds", ("weights",))], "left_behind"),
+    "downstream.tasks": (("other",), TESTED, "benchmarked"),
+    "downstream.steps": ((2,), TESTED, "benchmarked"),
+    "downstream.limit": (7, TESTED, "benchmarked"),
+    "downstream.offline": (True, TESTED, "benchmarked"),
+    "downstream.include": ("mine", TESTED, "benchmarked"),
     "mesh.data": (1, [("mesh.data", 2), ("mesh.tensor", -1), ("model.n_heads", 8), ("model.n_kv_heads", 8)], placed),
     "mesh.fsdp": (2, (), placed),
     "mesh.expert": (2, (), placed),

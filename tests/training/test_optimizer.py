@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gammalm.errors import ConfigError
 from gammalm.models.decoder import param_specs
 from gammalm.training.optimizer import adam, apply_adamw, decay_mask, schedule_factor
 
@@ -58,6 +59,8 @@ def test_decay_reaches_roles_not_ranks():
     mask = decay_mask(specs, ("embed", "gate"))
     assert mask["embed"]["table"] == mask["layers"]["attn"]["gate"] == 0.0
     assert mask["final_norm"]["gain"] == mask["layers"]["attn"]["q"] == 1.0
+    with pytest.raises(ConfigError, match="'norms' is no role of a parameter. Did you mean 'norm'"):
+        decay_mask(specs, ("norms",))
 
 
 def test_adamw_against_a_loop_in_float64():

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gammalm.config import call
 from gammalm.errors import ConfigError, GammalmError
-from gammalm.experiments import page, plots
+from gammalm.experiments import page, plots, table1
 from gammalm.experiments.figures import catalog
 from gammalm.experiments.figures.catalog import ALL, GRID, IDS, TRAINED, UNTRAINED, Drawing, Figure
 from gammalm.experiments.grid import Grid
@@ -147,10 +147,12 @@ def write_index(workdir: Path) -> Path:
     folder = workdir / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     figures = catalog.load([id_ for id_ in IDS if (folder / id_ / "numbers.jsonl").exists()])
-    sections = "\n".join(_section(figure, folder / figure.id) for figure in figures.values())
-    nav = "".join(f'<a href="#{id_}">{id_}</a>' for id_ in figures)
+    sections = {figure.id: _section(figure, folder / figure.id) for figure in figures.values()}
+    if (table := folder / table1.ID / f"{table1.ID}.json").exists():
+        sections[table1.ID] = table1.section(json.loads(table.read_text(encoding="utf-8")))
+    nav = "".join(f'<a href="#{id_}">{id_}</a>' for id_ in sections)
     lead = "Small initialization, σ = d<sub>in</sub><sup>−γ</sup>: the figures of the paper from runs of this folder, with their numbers."
-    body = f'<header class="top"><h1>Figures</h1><p class="lead">{lead}</p><nav>{nav}</nav></header>\n{sections}'
+    body = f'<header class="top"><h1>Figures</h1><p class="lead">{lead}</p><nav>{nav}</nav></header>\n' + "\n".join(sections.values())
     write_text_atomic(folder / "index.html", page.PAGE.substitute(title="Figures of small initialization", body=body))
     return folder / "index.html"
 
