@@ -97,7 +97,7 @@ class Scorer:
 
     `mesh`: the arrays lie on it, and rows are shared out over its batch axes; all processes then score the same requests in the same order,
     and all get every score. `tokens`: of a batch on each part of them; `rows`: rows of a batch instead. `counts` goes on over calls.
-    Raises ConfigError for a layout that there is not, or "shared" on a mesh that cuts sequences up.
+    Raises ConfigError for a layout that there is not, "shared" on a mesh that cuts sequences up, and more tokens than learned positions.
     """
 
     def __init__(
@@ -111,6 +111,8 @@ class Scorer:
             raise ConfigError(f"layout {layout!r}: choose one of {', '.join(LAYOUTS)}.")
         if layout == "shared" and self._context > 1:
             raise ConfigError("layout shared: context > 1 cuts sequences up, and a cache does not. Choose layout plain or packed.")
+        if model.config.positions == "learned" and max_length > model.config.max_positions:
+            raise ConfigError(f"max_length={max_length:,}, but model.max_positions={model.config.max_positions:,}. Read no more than that.")
         self.max_length, self.mesh, self.layout = max_length, mesh, layout
         self.counts = Counts()
         self._worth = self._parts * program_tokens(model.active_parameter_count)  # tokens

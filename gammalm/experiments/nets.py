@@ -16,13 +16,16 @@ from gammalm.experiments.grid import Cell, Grid
 from gammalm.experiments.results import append_result, read_results, record_grid
 from gammalm.sharding import processes
 from gammalm.training.nets import net_signature, train_nets
+from gammalm.training.preemption import Notice
 
 
-def run_nets(grid: Grid, workdir: Path, *, mode: str | None = None, only: Callable[[Cell], bool] | None = None) -> list[dict]:
+def run_nets(
+    grid: Grid, workdir: Path, *, mode: str | None = None, only: Callable[[Cell], bool] | None = None, notice: Notice | None = None
+) -> list[dict]:
     """Trains what is not done yet and returns the rows of results.jsonl, one per cell, in the grid's order; `only` as in `run_grid`.
 
     A run that diverged is done: it has `diverged_at`. Raises ConfigError where `workdir` holds another grid, where a mode is asked for
-    (there is one) and over several processes; DataError where the examples cannot be had.
+    (there is one) and over several processes; DataError where the examples cannot be had; Preempted where `notice` was given to stop.
     """
     if mode:
         raise ConfigError(f"--mode {mode}: nets of one shape always train in one program. Leave it out.")
@@ -44,7 +47,7 @@ def run_nets(grid: Grid, workdir: Path, *, mode: str | None = None, only: Callab
         of = configs[0].data
         examples = load_examples(of.name, of.path, note=_say)
         _say(f"program {number} of {len(programs)}: {len(group)} cells from {group[0].name} on; {of.name} from {examples.source}")
-        for cell, record in zip(group, train_nets(configs, examples, say=_say), strict=True):
+        for cell, record in zip(group, train_nets(configs, examples, notice=notice, say=_say), strict=True):
             rows[cell.name] = _row(cell, record) | {"source": examples.source}
             append_result(workdir, rows[cell.name])
     return [rows[cell.name] for cell in cells]

@@ -4,10 +4,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import numpy as np
 from scipy import optimize, stats
 
-from gammalm.experiments.statistics import LEVEL, Estimate, Losses, differences
+from gammalm.experiments.statistics import LEVEL, Estimate, Losses, differences, paired
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +28,14 @@ def paired_test(first: Losses, second: Losses) -> Paired | None:
     seeds = sorted(differences(first, second))
     if not seeds:
         return None
-    a, b = (np.array([of[seed] for seed in seeds], np.float64) for of in (first, second))
-    mean, n = float(np.mean(b - a)), len(seeds)
-    spread = float(np.std(b - a, ddof=1)) if n > 1 else 0.0
-    if spread == 0:
-        return Paired(Estimate(mean, n, *((mean, mean) if n > 1 else (None, None))), None, Estimate(math.nan, n, None, None))
-    test = stats.ttest_rel(b, a)
-    low, high = test.confidence_interval(LEVEL)
-    bounds = (_noncentrality(float(test.statistic), n - 1, share) for share in ((1 + LEVEL) / 2, (1 - LEVEL) / 2))
-    effect = Estimate(mean / spread, n, *(None if bound is None else bound / math.sqrt(n) for bound in bounds))
-    return Paired(Estimate(mean, n, float(low), float(high)), float(test.pvalue), effect)
+    found, n = paired(first, second), len(seeds)
+    if found.low in (None, found.high):
+        return Paired(found, None, Estimate(math.nan, n, None, None))
+    test = stats.ttest_rel(*([of[seed] for seed in seeds] for of in (second, first)))
+    t = float(test.statistic)
+    bounds = (_noncentrality(t, n - 1, share) for share in ((1 + LEVEL) / 2, (1 - LEVEL) / 2))
+    effect = Estimate(t / math.sqrt(n), n, *(None if bound is None else bound / math.sqrt(n) for bound in bounds))
+    return Paired(found, float(test.pvalue), effect)
 
 
 def _noncentrality(t: float, freedom: int, share: float) -> float | None:

@@ -54,7 +54,7 @@ def run_grid(
     stop; over several processes whatever stops a cell, as it may have met one of them alone.
     """
     if is_net(grid.cells[0].config()):
-        return run_nets(grid, workdir, mode=mode, only=only)
+        return run_nets(grid, workdir, mode=mode, only=only, notice=notice)
     mode = mode or default_mode()
     if mode not in MODES:
         raise ConfigError(f"--mode {mode}: none of {', '.join(MODES)}.")

@@ -58,7 +58,7 @@ def _branch_balanced(init_config, specs: Mapping[str, ParamSpec], d_model: int) 
     return choose
 
 
-FINAL_GAIN = "final_norm/gain"
+FINAL_GAIN, FINAL_BIAS = "final_norm/gain", "final_norm/bias"
 
 
 def _mup(init_config, specs: Mapping[str, ParamSpec], d_model: int) -> Choose:
@@ -112,9 +112,9 @@ STEP_PRESETS = {"mup": ("init.preset", "init.base_width"), "fixup": ("init.prese
 def rate_factors(init_config, specs: Mapping[str, ParamSpec], d_model: int, orthogonal: Collection[str] = ()) -> dict[str, float]:
     """What multiplies the learning rate of each parameter by path: 1 under every preset but those of STEP_PRESETS.
 
-    μP with Adam, m = d_model / init.base_width: 1/m for matrices that read the width, and for the final norm's gain, which holds its
-    factor 1/m of the logits; 1 for embedding, head and the other gains (Yang et al. 2022, arXiv:2203.03466, table 8). `orthogonal` are the
-    matrices whose update has singular values of ∝ √width (Muon at a fixed size of an entry), not ∝ width as Adam's: 1/√m [R].
+    μP with Adam, m = d_model / init.base_width: 1/m for matrices that read the width, and for the final norm's gain and bias, which hold
+    the factor 1/m of the logits; 1 for tables, head, other gains and biases (Yang et al. 2022, arXiv:2203.03466, table 8). `orthogonal` are
+    the matrices whose update has singular values of ∝ √width (Muon at a fixed size of an entry), not ∝ width as Adam's: 1/√m [R].
     Fixup: a tenth for its scalars (Zhang et al. 2019, arXiv:1901.09321).
     """
     if init_config.preset == "fixup":
@@ -122,7 +122,8 @@ def rate_factors(init_config, specs: Mapping[str, ParamSpec], d_model: int, orth
     if init_config.preset not in STEP_PRESETS:
         return dict.fromkeys(specs, 1.0)
     m = d_model / init_config.base_width
-    slow = {p: p == FINAL_GAIN or spec.role not in ("norm", "bias", "sink", "embed", "position", "head") for p, spec in specs.items()}
+    steady = ("norm", "bias", "sink", "embed", "position", "head")
+    slow = {path: path in (FINAL_GAIN, FINAL_BIAS) or spec.role not in steady for path, spec in specs.items()}
     return {path: (m**-0.5 if path in orthogonal else 1 / m) if slow[path] else 1.0 for path in specs}
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from gammalm.config import to_json
 from gammalm.errors import ConfigError
 from gammalm.files import DISK_FULL, sync_folder, write_json_atomic
-from gammalm.interop import gpt2, portable
-from gammalm.interop.table import Entry, entries, own_entries
+from gammalm.interop import portable
+from gammalm.interop.table import Entry, entries, gpt2_entries, own_entries
 from gammalm.interop.targets import OWN, TARGETS, config_json, not_llama_like, uncentrable
 from gammalm.interop.tensorfiles import CODES, Slot, write_tensors
 from gammalm.trees import flat
@@ -116,7 +116,7 @@ def export_hf(
     if name == OWN:
         table, keys = own_entries(config.model), portable.hf_config(config.model, **facts)
     else:
-        rows = gpt2.entries(config.model) if name == "gpt2" else entries(config.model, centred=TARGETS[name].centred)
+        rows = gpt2_entries(config.model) if name == "gpt2" else entries(config.model, centred=TARGETS[name].centred)
         table, keys = rows, config_json(TARGETS[name], config.model, **facts)
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -1,13 +1,8 @@
-"""GPT-2 of transformers: what of ours it represents, its config.json both ways, and its tensors.
+"""GPT-2 of transformers: what of ours it represents, and its config.json both ways. Its tensors: table.gpt2_entries.
 
 It is `lm:style=gpt2`: pre-norm LayerNorms, two matrices with biases around a GELU, learned positions, as many key heads as heads of size
-d/H. Its matrices are torch's Conv1D, stored [in, out] as ours are, with queries, keys and values side by side in one.
-Source: transformers 5.24, models/gpt2. Shape legend: gammalm/models/parts.py.
+d/H. Nothing heavy is imported here: the command line reads the names. Source: transformers 5.24, models/gpt2.
 """
-
-from collections.abc import Iterator
-
-from gammalm.interop.table import Entry, Layer, shapes
 
 MODEL_TYPE, ARCHITECTURE, PREFIX = "gpt2", "GPT2LMHeadModel", "transformer."
 ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu", "tanh": "tanh"}  # ours -> theirs
@@ -58,30 +53,3 @@ def read(r) -> dict:
         leaves |= {"n_kv_heads": leaves["n_heads"], "head_dim": leaves["d_model"] // leaves["n_heads"]}
         leaves["d_ff"] = inner or 4 * leaves["d_model"]
     return leaves | STYLE | MATRICES
-
-
-def entries(model, prefixed: bool = True) -> Iterator[Entry]:
-    """The tensors of a checkpoint of `config.model`, layer by layer; `prefixed`: not so in the files that OpenAI's weights come in."""
-    known, prefix = shapes(model)[0], PREFIX if prefixed else ""
-    body = Layer(known, prefix)
-    yield body("wte.weight", "embed/table")
-    yield body("wpe.weight", "embed/positions")
-    for i in range(model.n_layers):
-        layer = Layer(known, f"{prefix}h.{i}.", "layers/", (i,))
-        yield from _norm(layer, "ln_1", "attn_norm")
-        yield layer("attn.c_attn.weight", "attn/q", "attn/k", "attn/v", matrix=1)
-        yield layer("attn.c_attn.bias", "attn/q_bias", "attn/k_bias", "attn/v_bias", matrix=0)
-        yield layer("attn.c_proj.weight", "attn/out", matrix=2)
-        yield layer("attn.c_proj.bias", "attn/out_bias")
-        yield from _norm(layer, "ln_2", "ffn_norm")
-        for theirs, ours in (("c_fc", "up"), ("c_proj", "down")):
-            yield layer(f"mlp.{theirs}.weight", f"ffn/{ours}")
-            yield layer(f"mlp.{theirs}.bias", f"ffn/{ours}_bias")
-    yield from _norm(body, "ln_f", "final_norm")
-    if not model.tie_embeddings:
-        yield Layer(known, "")("lm_head.weight", "head/kernel", inputs=1)
-
-
-def _norm(layer: Layer, name: str, path: str) -> Iterator[Entry]:
-    yield layer(f"{name}.weight", f"{path}/gain")
-    yield layer(f"{name}.bias", f"{path}/bias")

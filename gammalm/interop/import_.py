@@ -18,7 +18,7 @@ from gammalm.errors import CheckpointError, ConfigError
 from gammalm.interop import gpt2, portable
 from gammalm.interop.export import OUR_CONFIG
 from gammalm.interop.sources import read_config
-from gammalm.interop.table import Entry, entries, own_entries, shapes
+from gammalm.interop.table import Entry, entries, gpt2_entries, own_entries, shapes
 from gammalm.interop.targets import OWN
 from gammalm.interop.tensorfiles import Tensors
 from gammalm.trees import nested
@@ -56,7 +56,7 @@ def import_hf(folder: str | os.PathLike) -> Imported:
         source = read_config(hf, str(folder / "config.json"))
         config = _config(folder, source.leaves, source.seq_len, COMPUTE.get(source.dtype, "float32"))
         if hf["model_type"] == gpt2.MODEL_TYPE:
-            make = lambda names: gpt2.entries(config.model, prefixed=any(n.startswith(gpt2.PREFIX) for n in names))  # noqa: E731
+            make = lambda names: gpt2_entries(config.model, prefixed=any(n.startswith(gpt2.PREFIX) for n in names))  # noqa: E731
         else:
             make = lambda names: entries(  # noqa: E731
                 config.model, centred=source.centred, interleaved=source.interleaved,

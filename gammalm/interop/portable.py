@@ -1,4 +1,5 @@
-"""The export target `gammalm`: our own modelling file, which covers every model of ours, with our names and layouts.
+"""The export target `gammalm`: our own modelling file, with our names and layouts. It covers every model
+of ours that `targets.not_llama_like` has nothing against.
 
 A tensor of a stack is cut up by layer and keeps its shape otherwise, so nothing is computed and both ways are exact to the bit:
 `layers/attn/q` (L, D, H, K) becomes `layers.0.attn.q` (D, H, K) and so on; `embed/table` becomes `embed.table`.

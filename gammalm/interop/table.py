@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gammalm.interop import portable
+from gammalm.interop import gpt2, portable
 from gammalm.models.decoder import Model
 from gammalm.trees import flat
 
@@ -113,7 +113,7 @@ def own_entries(model) -> Iterator[Entry]:
             yield Entry(name, (part,), wide=path.endswith(("ffn/router", "ffn/bias")))
 
 
-class Layer:
+class _Layer:
     """Builds entries of one layer, or of what stands outside the layers: names begin with `prefix`, paths with `stack`."""
 
     def __init__(self, known: dict[str, tuple[int, ...]], prefix: str, stack: str = "", index: tuple[int, ...] = ()):
@@ -134,12 +134,12 @@ def entries(model, *, centred: bool = False, interleaved: bool = True, fused: bo
     """
     params, buffers = shapes(model)
     known = params | buffers
-    outside = Layer(known, "")
+    outside = _Layer(known, "")
     yield outside("model.embed_tokens.weight", "embed/table")
     dense = model.moe.first_k_dense if model.ffn == "moe" else 0
     for i in range(model.n_layers):
         stack, index = ("dense_layers/", i) if i < dense else ("layers/", i - dense)
-        layer = Layer(known, f"model.layers.{i}.", stack, (index,))
+        layer = _Layer(known, f"model.layers.{i}.", stack, (index,))
         yield layer("input_layernorm.weight", "attn_norm/gain", centred=centred)
         yield from _latent(layer, model, interleaved) if model.attention == "mla" else _heads(layer, model, centred)
         yield layer("post_attention_layernorm.weight", "ffn_norm/gain", centred=centred)
@@ -149,7 +149,37 @@ def entries(model, *, centred: bool = False, interleaved: bool = True, fused: bo
         yield outside("lm_head.weight", "head/kernel", inputs=1)
 
 
-def _heads(layer: Layer, model, centred: bool) -> Iterator[Entry]:
+def gpt2_entries(model, prefixed: bool = True) -> Iterator[Entry]:
+    """The same of a GPT-2, whose matrices are torch's Conv1D, stored [in, out] as ours are, with q, k and v side by side in one.
+
+    `prefixed`: not so in the files that OpenAI's weights come in.
+    """
+    known, prefix = shapes(model)[0], gpt2.PREFIX if prefixed else ""
+    body = _Layer(known, prefix)
+    yield body("wte.weight", "embed/table")
+    yield body("wpe.weight", "embed/positions")
+    for i in range(model.n_layers):
+        layer = _Layer(known, f"{prefix}h.{i}.", "layers/", (i,))
+        yield from _layer_norm(layer, "ln_1", "attn_norm")
+        yield layer("attn.c_attn.weight", "attn/q", "attn/k", "attn/v", matrix=1)
+        yield layer("attn.c_attn.bias", "attn/q_bias", "attn/k_bias", "attn/v_bias", matrix=0)
+        yield layer("attn.c_proj.weight", "attn/out", matrix=2)
+        yield layer("attn.c_proj.bias", "attn/out_bias")
+        yield from _layer_norm(layer, "ln_2", "ffn_norm")
+        for theirs, ours in (("c_fc", "up"), ("c_proj", "down")):
+            yield layer(f"mlp.{theirs}.weight", f"ffn/{ours}")
+            yield layer(f"mlp.{theirs}.bias", f"ffn/{ours}_bias")
+    yield from _layer_norm(body, "ln_f", "final_norm")
+    if not model.tie_embeddings:
+        yield _Layer(known, "")("lm_head.weight", "head/kernel", inputs=1)
+
+
+def _layer_norm(layer: _Layer, name: str, path: str) -> Iterator[Entry]:
+    yield layer(f"{name}.weight", f"{path}/gain")
+    yield layer(f"{name}.bias", f"{path}/bias")
+
+
+def _heads(layer: _Layer, model, centred: bool) -> Iterator[Entry]:
     gate = ["attn/gate"] if model.gate == "elementwise" else []
     yield layer("self_attn.q_proj.weight", "attn/q", *gate, inputs=1)
     yield layer("self_attn.k_proj.weight", "attn/k", inputs=1)
@@ -160,7 +190,7 @@ def _heads(layer: Layer, model, centred: bool) -> Iterator[Entry]:
         yield layer("self_attn.k_norm.weight", "attn/k_norm/gain", centred=centred)
 
 
-def _latent(layer: Layer, model, interleaved: bool) -> Iterator[Entry]:
+def _latent(layer: _Layer, model, interleaved: bool) -> Iterator[Entry]:
     rope = model.mla.rope_dim if interleaved else 0
     if model.mla.q_rank:
         yield layer("self_attn.q_a_proj.weight", "attn/q_down", inputs=1)
@@ -174,12 +204,12 @@ def _latent(layer: Layer, model, interleaved: bool) -> Iterator[Entry]:
     yield layer("self_attn.o_proj.weight", "attn/out", inputs=2)
 
 
-def _swiglu(layer: Layer, name: str, path: str, **kind) -> Iterator[Entry]:
+def _swiglu(layer: _Layer, name: str, path: str, **kind) -> Iterator[Entry]:
     for matrix in ("gate", "up", "down"):
         yield layer(f"{name}.{matrix}_proj.weight", f"{path}/{matrix}", inputs=1, **kind)
 
 
-def _mixture(layer: Layer, model, fused: bool) -> Iterator[Entry]:
+def _mixture(layer: _Layer, model, fused: bool) -> Iterator[Entry]:
     yield layer("mlp.gate.weight", "ffn/router", inputs=1, wide=True)
     yield layer("mlp.gate.e_score_correction_bias", "ffn/bias", wide=True)
     if fused:

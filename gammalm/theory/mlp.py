@@ -84,9 +84,7 @@ def critical_stds(widths, activation: str, direction: str = "forward", second_mo
     over the sum of the two denominators, which is Glorot's for linear and Kaiming's fan_avg for ReLU. c_φ and d_φ are those at the
     variance that these stds bring about. ConfigError for an unknown direction or activation.
     """
-    _check(widths, activation)
-    if direction not in DIRECTIONS:
-        raise ConfigError(f"theory: direction {direction!r} is none of {', '.join(DIRECTIONS)}.")
+    _check(widths, activation, direction)
     z, stds = None, []
     for fan_in, fan_out in itertools.pairwise(widths):
         if z is None:
@@ -104,9 +102,7 @@ def critical_std(widths, activation: str, direction: str = "forward", second_mom
     """The one std of all matrices at which the whole net multiplies mean squares by `gain`: outputs over inputs (forward), gradients by the
     inputs over gradients by the outputs (backward), or the product of both (compromise). Raises ConfigError.
     """
-    _check(widths, activation)
-    if direction not in DIRECTIONS:
-        raise ConfigError(f"theory: direction {direction!r} is none of {', '.join(DIRECTIONS)}.")
+    _check(widths, activation, direction)
 
     def above(std: float) -> bool:
         found = signals(Mlp(tuple(widths), activation, (std,) * (len(widths) - 1)), second_moment)
@@ -175,8 +171,10 @@ def stack_signals(stack: PreNorm, second_moment: float = 1.0) -> StackSignals:
     return StackSignals(np.array(stream), np.array(added), gradient)
 
 
-def _check(widths, activation: str) -> None:
+def _check(widths, activation: str, direction: str = DIRECTIONS[0]) -> None:
     if len(widths) < 2 or min(widths) < 1:
         raise ConfigError(f"theory: widths are those of the input, the hidden layers and the output, each at least 1, not {tuple(widths)}.")
     if activation not in ACTIVATIONS:
         raise ConfigError(f"theory: activation {activation!r} is none of {', '.join(ACTIVATIONS)}.")
+    if direction not in DIRECTIONS:
+        raise ConfigError(f"theory: direction {direction!r} is none of {', '.join(DIRECTIONS)}.")

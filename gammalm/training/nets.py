@@ -25,6 +25,7 @@ from gammalm.initializers import init_params
 from gammalm.models.mlp import Net, loss_and_hits
 from gammalm.sharding.devices import compiler_options
 from gammalm.sharding.mesh import make_mesh, on_mesh
+from gammalm.training.preemption import Notice, Preempted
 
 FREE = ("seed", "optimizer.learning_rate")  # besides init.*: in what cells of one program may differ
 DIRECTIONS = {"sgd": optax.identity, "adam": optax.scale_by_adam}
@@ -112,8 +113,9 @@ def _norm(g):
 
 
 def train_nets(
-    configs: Sequence[ConfigDict], examples: Examples, *, devices=None, program: NetProgram | None = None, say: Callable = lambda line: None
-) -> list[dict]:
+    configs: Sequence[ConfigDict], examples: Examples, *, devices=None, program: NetProgram | None = None, notice: Notice | None = None,
+    say: Callable = lambda line: None,
+) -> list[dict]:  # fmt: skip
     """Trains a net for each config to its last epoch, all as one program; a record each, in their order.
 
     Configs may differ in `seed`, `init.*` and `optimizer.learning_rate` (`net_signature`); each seed needs as many cells as the others.
@@ -121,8 +123,9 @@ def train_nets(
 
     A record: test_loss and test_accuracy [E+1] from the start, train_loss, train_accuracy [E] (means over the batches of an epoch, each
     before its step), gradient_norm [E+1][L] (of the kernels: at the first step, then mean over an epoch), curve [E × POINTS] of the
-    training loss; non-finite numbers as they are. diverged_at: the first step, from 1, with a loss or gradient that is not finite, or
-    None. parameters, steps, seconds (of all cells together). Raises ConfigError for cells that are no one program.
+    training loss; non-finite numbers as they are. diverged_at: the first step, from 1, with a loss or gradient that is not finite, the
+    number after the last where only the test that follows it is not, or None. parameters, steps, seconds (of all cells together).
+    Raises ConfigError for cells that are no one program, Preempted where `notice` was given to stop: nothing of them is kept then.
     """
     first, began = configs[0], time.monotonic()
     if len({net_signature(config) for config in configs}) > 1:
@@ -151,6 +154,8 @@ def train_nets(
         tested_NSB = jax.device_put(_chunks([s.test_M for s in splits]), program.whole)
         tests, epochs = [program.test(state["params"], table, tested_NSB)], []
         for epoch in range(first.train.epochs):
+            if notice is not None and notice.due():
+                raise Preempted(f"told to stop after {epoch} of {first.train.epochs} epochs; the same command begins these nets anew.")
             rows = [np.random.default_rng([seed, 2, epoch]).permutation(s.train_M) for seed, s in zip(by_seed, splits, strict=True)]
             rows_NSB = np.stack(rows).astype(np.int32)[:, : M // B * B].reshape(len(rows), -1, B).swapaxes(0, 1)
             state, metrics = program.train(state, rate_SK, table, jax.device_put(rows_NSB, program.whole))
@@ -174,7 +179,7 @@ def _chunks(rows: Sequence[np.ndarray]) -> np.ndarray:
 def _record(tests, epochs, s: int, k: int) -> dict:
     """The record of cell (s, k) from what all cells left, see `train_nets`."""
     loss_N, accuracy_N, norm_NL = (np.concatenate([metrics[i][:, s, k] for metrics in epochs]) for i in range(3))
-    bad_N = ~(np.isfinite(loss_N) & np.isfinite(norm_NL).all(axis=1))
+    bad_N = np.append(~(np.isfinite(loss_N) & np.isfinite(norm_NL).all(axis=1)), not np.isfinite(tests[-1][0][s, k]))
     per_epoch = [np.split(of, len(epochs)) for of in (loss_N, accuracy_N, norm_NL)]
     return {
         "test_loss": [float(loss[s, k]) for loss, _ in tests],

@@ -55,6 +55,13 @@ def scorer_of(built, **how):
     return Scorer(model, params, buffers, eps=model.config.norm_eps, max_length=LONGEST, **how)
 
 
+def test_more_tokens_than_learned_positions_are_refused():
+    """Not when they are read: those that go on from a cache would take the last position, all of them."""
+    c = small_config(style="gpt2", n_kv_heads=4, max_positions=LONGEST - 1).model
+    with pytest.raises(ConfigError, match="max_length=24, but model.max_positions=23"):
+        scorer_of((Model(c), {}, {}))
+
+
 def scores_in_order(scorer, requests):
     found = {score.index: score for score in scorer.score(requests)}
     assert sorted(found) == list(range(len(requests)))

@@ -4,6 +4,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 import scipy.stats
@@ -15,12 +16,13 @@ from gammalm.errors import ConfigError
 from gammalm.experiments import nets
 from gammalm.experiments.claims import NOT_RESOLVED, OPPOSITE, REPRODUCED, judge
 from gammalm.experiments.claims_second import SECOND_CLAIMS
-from gammalm.experiments.figures import catalog, han_bands, han_compare, run
+from gammalm.experiments.figures import catalog, han_bands, han_compare, han_sweep, run
 from gammalm.experiments.grid import Cell, Grid, arms, product, values
 from gammalm.experiments.paired_tests import holm, paired_test
-from gammalm.experiments.results import append_result, read_results
+from gammalm.experiments.results import append_result, read_results, read_study
 from gammalm.experiments.runner import run_grid
 from gammalm.theory.mlp import critical_std
+from gammalm.training.preemption import Preempted
 
 GUESS = math.log(10)
 
@@ -80,22 +82,20 @@ def small_grid():
 
 @pytest.fixture(scope="module")
 def sweep(wines, tmp_path_factory):
-    """A sweep that was stopped before its second program, taken up again, and drawn: (workdir, its figure's rows, programs trained)."""
+    """A sweep that was told to stop in its second program, taken up again, and drawn: (workdir, its figure's rows, programs trained)."""
     workdir, programs, train = tmp_path_factory.mktemp("han"), [], nets.train_nets
     figures = list(catalog.load(["han-e1"]).values())
+    notice = SimpleNamespace(due=iter([False] * 8 + [True]).__next__)  # asked before each of a program's 8 epochs
 
-    def stopped(configs, *args, **how):
-        if len(programs) == 1:
-            programs.append("stopped")
-            raise KeyboardInterrupt
+    def noted(configs, *args, **how):
         programs.append(configs[0].optimizer.kind)
-        return train(configs, *args, **how)
+        return train(configs, *args, devices=jax.devices()[:1], **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nets, "load_examples", lambda name, path, note: wines)
-        patch.setattr(nets, "train_nets", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            run.train(figures, small_grid(), workdir)
+        patch.setattr(nets, "train_nets", noted)
+        with pytest.raises(Preempted, match="after 0 of 8 epochs"):
+            run.train(figures, small_grid(), workdir, notice=notice)
         assert len(read_results(workdir / "han_e1")[0]) == 6
         rows = run.train(figures, small_grid(), workdir)
     assert [row["cell"] for row in rows] == [cell.name for cell in small_grid().cells]
@@ -110,7 +110,7 @@ def pick(rows, quantity, **labels):
 
 def test_a_sweep_is_resumed_by_program_and_drawn(sweep):
     workdir, rows, programs = sweep
-    assert programs == ["sgd", "stopped", "adam"]
+    assert programs == ["sgd", "adam", "adam"]
     assert {path.name for path in (workdir / "figures/han-e1").iterdir()} == {
         "han-e1.png", "han-e1.svg", "numbers.jsonl", "caption.txt"}  # fmt: skip
     band = {(row["optimizer"], row["std"]): row["band"] for row in pick(rows, "share of seeds") if row["is"]}
@@ -142,10 +142,23 @@ def test_the_sweeps_numbers_are_those_of_its_runs(sweep):
     assert share["value"] == 1 and share["range"] == "1 to inf"
 
 
-def test_commands_on_nets(sweep, tmp_path, capsys):
+def test_bands_are_told_stretch_by_stretch(sweep):
+    """One that another interrupts is not told as if it were whole."""
+    runs = read_study(sweep[0] / "han_e1").runs
+    found = han_sweep.Sweep("adam", [run for run in runs if run.cell.labels["optimizer"] == "adam"])
+    found.stds, found.bands = [0.1, 0.2, 0.3, 0.4], dict(zip([0.1, 0.2, 0.3, 0.4], ["stable", "degraded", "stable", "stable"], strict=True))
+    assert "stable 0.1; degraded 0.2; stable 0.3 to 0.4 (2 values);" in han_sweep._found(found)
+
+
+@pytest.mark.full
+def test_a_sweep_is_drawn_again_by_the_command(sweep, capsys):
     workdir, rows, _ = sweep
     assert main(["figure", "han-e1", "--no-training", "--workdir", str(workdir), "--json"]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+
+
+def test_commands_on_nets(sweep, tmp_path, capsys):
+    workdir, _, _ = sweep
     assert main(["train", "--config", "mlp:", "--workdir", str(tmp_path)]) == 2
     assert main(["grid", "--config", "grids/han_e1:seeds=1", "--workdir", str(tmp_path)]) == 2
     assert main(["figure", "han-e1", "--mode", "map", "--grid-args", "seeds=1", "--workdir", str(tmp_path)]) == 2

@@ -66,6 +66,16 @@ def test_only_fixups_scalars_have_a_rate_of_their_own():
     assert set(rate_factors(c.init, Model(c.model).specs, D).values()) == {1.0}
 
 
+def test_mup_slows_what_the_factor_of_the_logits_reaches():
+    """The final LayerNorm's bias sums over the width on its way to the logits, as its gain does; other biases and the positions do not."""
+    c = config("preset=mup,style=gpt2")
+    factors = rate_factors(c.init, Model(c.model).specs, D)
+    ends = {path for path in factors if path.startswith("final_norm/")}
+    steady = {path for path, factor in factors.items() if factor == 1} - {"embed/table", "embed/positions"}
+    assert {factors[path] for path in ends} == {c.init.base_width / D} and ends == {"final_norm/gain", "final_norm/bias"}
+    assert steady == {path for path in factors if path.endswith(("norm/gain", "bias"))} - ends
+
+
 @pytest.mark.parametrize(
     "spec, changes, told",
     [

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from gammalm.interop import gpt2
 from gammalm.interop.export import export_hf
 from gammalm.interop.import_ import import_hf
+from gammalm.interop.table import gpt2_entries
 from gammalm.models.decoder import Model
 from gammalm.training.step import loss_and_gradients
 from gammalm.trees import flat
@@ -56,7 +56,7 @@ def test_its_weights_give_its_logits_loss_and_gradients(changes, tmp_path):
     our_loss, gradients, *_ = jax.jit(lambda p: loss_and_gradients(ours, p, {}, {"tokens": TOKENS}, c.norm_eps, 1))(found.params)
     assert float(our_loss) == pytest.approx(loss.item(), rel=1e-5)
     reached, gradients = dict(model.named_parameters()), {path: np.asarray(a) for path, a in flat(gradients).items()}
-    for entry in gpt2.entries(c):
+    for entry in gpt2_entries(c):
         packed = entry.pack([gradients[part.path][part.index] for part in entry.parts])
         agree(packed, reached[entry.name].grad.numpy(), entry.name)
 

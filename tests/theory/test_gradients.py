@@ -48,7 +48,8 @@ CASES = {  # arguments of a config, and the deviation allowed: what runs through
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [next(iter(CASES)), *(pytest.param(case, marks=pytest.mark.full) for case in list(CASES)[1:])])
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_of_the_embedding(case):
     kind, tolerance = CASES[case]
     c = config(tie_embeddings=False, **kind)

@@ -86,7 +86,8 @@ def test_the_net_of_the_std_sweep():
     check(Mlp(E1, "relu", (0.1,) * 4), 6000, errors=1)
 
 
-@pytest.mark.parametrize("activation", ["gelu", pytest.param("tanh", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("activation", ["gelu", "tanh"])
 def test_a_pre_norm_stack(activation):
     """h ← h + W₂ φ(W₁ norm(h)) twice, and a branch of three matrices, in NumPy; gradients by a random tangent against the outputs."""
     d, eps = 160, 0.05

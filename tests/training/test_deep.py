@@ -51,8 +51,9 @@ def losses(preset, **changes):
 
 
 @pytest.mark.full
-def test_deepnorm_trains_without_warm_up_where_post_norm_does_not():
+def test_deepnorm_and_scale_by_depth_train_without_warm_up_where_post_norm_does_not():
     assert losses("deepnorm")[-10:].mean() < 1
+    assert losses("depth_scaled", residual="post")[-10:].mean() < 1
     assert losses("xavier_normal", residual="post")[-10:].mean() > 3.3
 
 

@@ -1,5 +1,7 @@
 """Small supervised nets: all cells as one program against NumPy in float64 and against cells alone; devices; divergence; every leaf."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from gammalm.data.examples import Examples
 from gammalm.errors import ConfigError
 from gammalm.training import nets
 from gammalm.training.nets import NetProgram, draw, train_nets
+from gammalm.training.preemption import Preempted
 
 WIDTHS = (6, 5, 4, 3)
 
@@ -77,6 +80,7 @@ def test_all_cells_at_once_are_what_numpy_makes_of_each():
         np.testing.assert_allclose(record["curve"], expected["losses"], rtol=2e-4)
 
 
+@pytest.mark.full
 def test_cells_do_not_depend_on_their_company_or_devices():
     """Adam, one output: a cell alone, among others, on one device, and with its own learning rate."""
     examples = table(outputs=2)
@@ -97,6 +101,19 @@ def test_what_diverges_is_recorded_and_leaves_the_others_alone():
     assert later["diverged_at"] == 2  # the first step is finite, what it leads to is not
     assert record["diverged_at"] is None
     np.testing.assert_allclose(record["test_loss"], by_hand(fine, examples)["test_loss"], rtol=2e-4)
+
+
+def test_what_the_last_step_leads_to_is_seen_by_the_test_after_it():
+    last = [config(0, 0.5, examples=37, epochs=1, learning_rate=rate) for rate in (0.1, 1e30)]
+    fine, broken = train_nets(last, table(), devices=jax.devices()[:1])
+    assert fine["diverged_at"] is None and broken["steps"] == 1 and broken["diverged_at"] == 2
+    assert np.isfinite(broken["train_loss"]).all() and not np.isfinite(broken["test_loss"][-1])
+
+
+def test_told_to_stop():
+    asked = iter([False, True])
+    with pytest.raises(Preempted, match="after 1 of 2 epochs"):
+        train_nets([config()], table(), devices=jax.devices()[:1], notice=SimpleNamespace(due=lambda: next(asked)))
 
 
 def test_norms_whose_squares_no_float_holds():
@@ -124,9 +141,13 @@ CHANGES = {
 ELSEWHERE = ("data.name", "data.path")  # read by data.examples, see tests/data/test_examples.py
 
 
+def test_every_leaf_is_looked_at():
+    assert set(CHANGES) | set(ELSEWHERE) == set(leaves(load_config("mlp:")))
+
+
+@pytest.mark.full
 def test_every_leaf_changes_something():
     examples, usual = table(), {"model.widths": WIDTHS, "batch.examples": 8, "train.epochs": 2, "init.preset": "fan_in"}
-    assert set(CHANGES) | set(ELSEWHERE) == set(leaves(load_config("mlp:")))
     configs = {name: load_config("mlp:data=wine-red", list((usual | {name: value}).items())) for name, value in CHANGES.items()}
     first = load_config("mlp:data=wine-red", list(usual.items()))
     program = NetProgram(first, jax.devices()[:1])

@@ -246,7 +246,7 @@ def _caption(settings: Sequence[Setting], rows: Sequence[Mapping]) -> str:
     tested = [row for row in rows if row["quantity"] == "difference" and row["p"] is not None]
     survive = sum(row["p_holm"] < 0.05 for row in tested)
     return (
-        f"A {'-'.join(map(str, config.model.widths))} net with {config.model.activation} ({run.row['source']}), "
+        f"A net of {'-'.join(map(str, config.model.widths))} with {config.model.activation} ({run.row['source']}), "
         f"{min(seeds)}{f' to {max(seeds)}' if len(seeds) > 1 else ''} seeds; a seed has its own split of the wines (a fifth tests), "
         f"standardized inputs, batches of {config.batch.examples}, {config.train.epochs} epochs, biases 0. Label: red or white (colour), "
         "quality of at least 6 (quality). Above: training loss, mean over seeds; dotted, the target, where Xavier normal has made nine "

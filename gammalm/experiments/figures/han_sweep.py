@@ -17,6 +17,7 @@ Quantities of the rows, at x = σ where they have one; label optimizer:
 Shape legend: training/nets.py.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -203,7 +204,7 @@ def _outcome(loss, hits, sweep: Sweep) -> None:
     loss.set_yscale("log")
     loss.set_ylim(top=CEILING)
     loss.set_ylabel(f"loss at the end (cut off at {CEILING:g})")
-    loss.legend(loc="lower left")
+    loss.legend(loc="upper left")
     points = {std: estimate([accuracy(run) for run in of.values()]) for std, of in sweep.of.items()}
     plots.estimates(hits, points, {"color": "#9a3412", "marker": "o", "ms": 4, "lw": 1.3})
     hits.set_ylim(0, 1.02)
@@ -250,18 +251,18 @@ def _caption(sweeps: Sequence[Sweep], runs: Sequence[Run]) -> str:
         f"Bars: 95 % over seeds. Bands by a rule fixed before the runs: exploding, a number that is not finite or an epoch whose mean "
         f"training loss exceeds {LOUD:g} ln 10; vanishing, a last training loss above {QUIET:g} ln 10; stable, neither and within "
         f"{NEAR:g} of the best accuracy; degraded, the rest. Dotted: the loss of guessing. Critical σ: at which the net passes on the mean "
-        "square of its inputs (forward), or of the gradient by its outputs (backward), unchanged; a closed form. Optimizers, rates, "
-        "epochs, batch and standardized pixels are ours; the source does not give them."
+        "square of its inputs (forward), or of the gradient by its outputs (backward), unchanged; a closed form. Gradients that are 0, "
+        "where units have died, or not finite are not drawn. Optimizers, rates, epochs, batch and standardized pixels are ours; the source "
+        "does not give them."
     )
 
 
 def _found(sweep: Sweep) -> str:
-    """Which σ are in which band, in a sentence."""
+    """Which σ are in which band, from small to large, in a sentence."""
     parts = []
-    for band in BANDS:
-        found = [std for std in sweep.stds if sweep.bands[std] == band]
-        if found:
-            parts.append(f"{band} {found[0]:.2g}" + (f" to {found[-1]:.2g} ({len(found)} values)" if len(found) > 1 else ""))
+    for band, stretch in itertools.groupby(sweep.stds, key=sweep.bands.get):
+        found = list(stretch)
+        parts.append(f"{band} {found[0]:.2g}" + (f" to {found[-1]:.2g} ({len(found)} values)" if len(found) > 1 else ""))
     return f"{_said(sweep)}: {'; '.join(parts)}; best accuracy at σ = {sweep.best:.2g}."
 
 
