@@ -24,7 +24,7 @@ parser.add_argument("--tasks", nargs="+", default=["arc_challenge", "hellaswag"]
 parser.add_argument("--limit", type=int, default=100, help="items of each task")
 parser.add_argument("--prompts", type=int, default=128, help="contexts that are continued")
 parser.add_argument("--new", type=int, default=64, help="tokens of each")
-parser.add_argument("--layout", default="auto")
+parser.add_argument("--layout", default="packed")
 parser.add_argument("--json", metavar="FILE", help="write all measurements there")
 
 GOAL = 1.5  # times the other side's requests, and tokens, a second

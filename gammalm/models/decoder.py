@@ -18,7 +18,7 @@ from gammalm.models.attention import Attention
 from gammalm.models.loss import summed_loss, token_losses
 from gammalm.models.mla import LatentAttention
 from gammalm.models.moe import MoE
-from gammalm.models.parts import RMSNorm, SwiGLU, declare, rope_angles, shard_tokens, softcap, whole_width
+from gammalm.models.parts import RMSNorm, SwiGLU, Tree, declare, rope_angles, shard_tokens, softcap, whole_width
 
 # Modules are pytrees here; graph mode would wrap every call in its own tracing machinery.
 nnx.set_graph_mode(False)
@@ -89,6 +89,8 @@ def positions_of(length: int, segments_BT):
     positions = jnp.arange(length)[None]
     if segments_BT is None:
         return positions
+    if isinstance(segments_BT, Tree):
+        return segments_BT.positions()
     new = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))
     return positions - jax.lax.cummax(jnp.where(new, positions, 0), axis=1)
 
@@ -128,7 +130,8 @@ class Decoder(nnx.Module):
     def hidden(self, tokens_BT, segments_BT, eps):
         """The normed last hidden state [B, T, D] in the compute dtype, and what each mixture layer measured ({} without mixtures).
 
-        Measures come out of the scan with a leading layer axis: see moe.measures.
+        `segments_BT`: None, segments of documents with 0 for padding, or a `Tree` (parts.py). Measures come out of the scan with a leading
+        layer axis: see moe.measures.
         """
         angles = self.angles(tokens_BT, segments_BT)
 
