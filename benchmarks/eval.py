@@ -24,7 +24,7 @@ parser.add_argument("--tasks", nargs="+", default=["arc_challenge", "hellaswag"]
 parser.add_argument("--limit", type=int, default=100, help="items of each task")
 parser.add_argument("--prompts", type=int, default=128, help="contexts that are continued")
 parser.add_argument("--new", type=int, default=64, help="tokens of each")
-parser.add_argument("--layout", default="auto")
+parser.add_argument("--layout", default="packed")
 parser.add_argument("--json", metavar="FILE", help="write all measurements there")
 
 GOAL = 1.5  # times the other side's requests, and tokens, a second
@@ -49,6 +49,17 @@ def requests_of(names: list[str], limit: int) -> list:
         task.build_all_requests(limit=limit, rank=0, world_size=1)
         found += [one for one in task.instances if one.request_type == "loglikelihood"]
     return found
+
+
+def both(kind: str, ours, theirs, asks: list) -> tuple[dict[str, list], tuple[dict, dict]]:
+    """The answers of both sides, and their seconds: ours with a compilation and again, theirs by batch size."""
+    answers, seconds, rest = {}, {}, {}
+    for name in ("with compilation", "again"):
+        seconds[name], answers["ours"] = timed(getattr(ours, kind), asks, True)
+    for size in BATCHES:
+        theirs.batch_size_per_gpu = size
+        rest[size], answers["hf"] = timed(getattr(theirs, kind), asks, True)
+    return answers, (seconds, rest)
 
 
 def compare(ours: dict[str, float], theirs: dict[int, float], amount: int, unit: str) -> dict:
@@ -80,30 +91,18 @@ def main(args: argparse.Namespace) -> None:
         found = {"checkpoint": ours.about, "tasks": args.tasks, "items": args.limit, "layout": args.layout}
 
         print(f"loglikelihood: {len(requests):,} requests of {', '.join(args.tasks)}")
-        answers, seconds = {}, {}
-        for name in ("with compilation", "again"):
-            seconds[name], answers["ours"] = timed(ours.loglikelihood, requests, True)
-        rest = {}
-        for size in BATCHES:
-            theirs.batch_size_per_gpu = size
-            rest[size], answers["hf"] = timed(theirs.loglikelihood, requests, True)
+        answers, seconds = both("loglikelihood", ours, theirs, requests)
         apart = float(np.max(np.abs(np.array([a[0] for a in answers["ours"]]) - np.array([a[0] for a in answers["hf"]]))))
         print(f"  largest difference of a log-probability: {apart:.1e}")
-        found["loglikelihood"] = compare(seconds, rest, len(requests), "requests") | {"largest difference": apart, "asked": ours.requests}
+        found["loglikelihood"] = compare(*seconds, len(requests), "requests") | {"largest difference": apart, "asked": ours.requests}
 
         contexts = list(dict.fromkeys(request.args[0] for request in requests))[: args.prompts]
         asks = [types.SimpleNamespace(args=(c, {"until": [], "max_gen_toks": args.new}), task_name="", doc_id=0) for c in contexts]
         print(f"generation: {len(asks)} contexts, {args.new} tokens each")
-        seconds = {}
-        for name in ("with compilation", "again"):
-            seconds[name], answers["ours"] = timed(ours.generate_until, asks, True)
-        rest = {}
-        for size in BATCHES:
-            theirs.batch_size_per_gpu = size
-            rest[size], answers["hf"] = timed(theirs.generate_until, asks, True)
+        answers, seconds = both("generate_until", ours, theirs, asks)
         same = sum(a == b for a, b in zip(answers["ours"], answers["hf"], strict=True))
         print(f"  the same text: {same} of {len(asks)}")
-        found["generation"] = compare(seconds, rest, len(asks) * args.new, "tokens") | {"same": same, "of": len(asks)}
+        found["generation"] = compare(*seconds, len(asks) * args.new, "tokens") | {"same": same, "of": len(asks)}
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
 

@@ -1,10 +1,10 @@
 """Our adapter against the harness's own `hf` backend on the export of the same checkpoint, request by request, on real items.
 
-    python benchmarks/eval_parity.py --checkpoint runs/tiny --out DIR [--sides hf auto] [--tasks arc_challenge gsm8k] [--max-length N]
+    python benchmarks/eval_parity.py --checkpoint runs/tiny --out DIR [--sides hf packed] [--tasks arc_challenge gsm8k] [--max-length N]
 
 Every side answers the same items of the same tasks (`gammalm eval --offline`) in fp32, through the harness from prompt to score: `hf` is
-torch on the exported checkpoint, `auto` is ours, `shared`, `plain` and `packed` are ours with that layout of rows, `sharded` is ours over
-8 devices made of the CPU's cores; the last four answer the first `--part` items. What a side answered stays in DIR, and a later command
+torch on the exported checkpoint, `packed` and `plain` are ours with that layout of rows, `sharded` is ours, packed, over 8 devices made of
+the CPU's cores; the last two answer the first `--part` items. What a side answered stays in DIR, and a later command
 goes on from it. Then each side is compared with `hf`: log-probabilities, scores, texts; a text may differ from the first token on whose two
 largest logits are closer than CLOSE. DIR/parity.json has the figures; the exit status is 1 where sides disagree.
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 CHOICE = ("arc_challenge", "hellaswag", "social_iqa", "mmlu")
 WRITTEN = ("triviaqa", "gsm8k", "minerva_math500", "bbh_exemplars")
-SIDES = ("hf", "auto", "shared", "plain", "packed", "sharded")
+SIDES = ("hf", "packed", "plain", "sharded")
 DEVICES = 8
 SUBJECTS = 57  # of MMLU, each a task of the harness, which takes so many items of each
 APART = 1e-3  # nats that a log-probability may differ by
@@ -36,7 +36,7 @@ parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
 parser.add_argument("--tasks", nargs="+", choices=(*CHOICE, *WRITTEN), default=[*CHOICE, *WRITTEN])
 parser.add_argument("--choice", type=int, default=200, help="items of each task that scores choices")
 parser.add_argument("--written", type=int, default=50, help="items of each task whose answers are written")
-parser.add_argument("--part", type=int, default=24, help="items of each task for the sides beside hf and auto")
+parser.add_argument("--part", type=int, default=24, help="items of each task for the sides beside hf and packed")
 parser.add_argument("--new", type=int, default=48, help="tokens of a written answer")
 parser.add_argument("--max-length", type=int, help="tokens that both models read; default: a training sequence")
 parser.add_argument("--answer", choices=SIDES, help=argparse.SUPPRESS)  # one side, in a process of its own
@@ -45,13 +45,13 @@ parser.add_argument("--answer", choices=SIDES, help=argparse.SUPPRESS)  # one si
 def items_of(args, side: str, task: str) -> int:
     """How many items of each of the harness's tasks in `task` a side answers."""
     most = args.choice if task in CHOICE else args.written
-    most = most if side in ("hf", "auto") else min(args.part, most)
+    most = most if side in ("hf", "packed") else min(args.part, most)
     return -(-most // SUBJECTS) if task == "mmlu" else most
 
 
 def asked_of(side: str, tasks) -> list[str]:
     """The tasks that a side answers: layouts are about likelihoods."""
-    return [task for task in tasks if task in CHOICE or side in ("hf", "auto", "sharded")]
+    return [task for task in tasks if task in CHOICE or side != "plain"]
 
 
 def answers(args, side: str) -> None:
@@ -65,7 +65,7 @@ def answers(args, side: str) -> None:
     from gammalm.evaluation.results import rows_of
 
     manager, _ = offline_tasks()
-    with opened_lm(args.checkpoint, layout=side if side in ("shared", "plain", "packed") else "auto", max_length=args.max_length) as ours:
+    with opened_lm(args.checkpoint, layout="plain" if side == "plain" else "packed", max_length=args.max_length) as ours:
         lm = theirs(args, ours.max_length) if side == "hf" else ours
         for task in asked_of(side, args.tasks):
             file = args.out / side / f"{task}.json"

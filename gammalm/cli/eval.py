@@ -40,7 +40,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--tokenizer", metavar="FILE", help="SentencePiece model; default: the run's, if it is found")
     parser.add_argument("--max-length", type=int, metavar="N", help="tokens that the model reads; default: a training sequence")
     parser.add_argument(
-        "--layout", choices=LAYOUTS, default="auto", help="beginnings once (shared), a row each, packed rows; default: the least work"
+        "--layout", choices=LAYOUTS, default=LAYOUTS[0], help="sequences side by side and equal beginnings once (packed), or a row each"
     )
     parser.add_argument("--mesh", metavar="AXES", help="as in data=2,fsdp=4; default: the whole model on every device, data=-1")
     parser.add_argument("--batch-tokens", type=int, metavar="N", help="in a batch on each device, which sets the memory")

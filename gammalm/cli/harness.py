@@ -9,12 +9,12 @@ from pathlib import Path
 from gammalm.cli.subject import split_step, tokenizer_of
 from gammalm.errors import ConfigError
 
-LAYOUTS = ("auto", "shared", "plain", "packed")  # those of gammalm.evaluation.scoring, known before it is imported
+LAYOUTS = ("packed", "plain")  # those of gammalm.evaluation.scoring, known before it is imported
 
 
 @contextlib.contextmanager
 def opened_lm(
-    checkpoint: str, step: int | None = None, tokenizer: str | None = None, max_length: int | None = None, layout: str = "auto",
+    checkpoint: str, step: int | None = None, tokenizer: str | None = None, max_length: int | None = None, layout: str = LAYOUTS[0],
     mesh: str | None = None, tokens: int | None = None, rows: int | None = None,
 ) -> Iterator:
     """The model of `checkpoint`, WORKDIR[:STEP], as the harness sees it (evaluation.harness.GammaLM), during the block.

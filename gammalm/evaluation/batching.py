@@ -1,21 +1,22 @@
-"""What a model has to read to score requests, as little as possible of it: cut, merged where equal, grouped where they begin alike.
+"""What a model has to read to score requests, as little as possible of it: cut, merged where equal, what several begin with read once.
 
 A sequence is the tokens that the model reads, as bytes of big-endian uint32: their order is that of the numbers, and one sequence begins
 with another exactly if its bytes do. Positions count from 0; what is asked at position p is the token after it. NumPy only.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from gammalm.data.packing import best_fit
 from gammalm.errors import DataError
 from gammalm.evaluation.lengths import bucket
 
 TOKEN = np.dtype(">u4")
-FANS = (2, 4, 6, 8, 12, 16)  # rows that may go on from one shared beginning
-WORTH = 0.25  # of a group's tokens have to be saved, or its sequences stay by themselves
+ALIKE = 1 / 16  # of a sequence it has to share with the one before, or nothing keeps the two in one row
 
 
 class Request(NamedTuple):
@@ -47,23 +48,6 @@ class Read:
     def asked(self) -> int:
         return sum(len(ask.targets) for ask in self.asks)
 
-    @property
-    def first(self) -> int:
-        """The first position of which something is asked."""
-        return min(ask.position for ask in self.asks)
-
-
-class Group(NamedTuple):
-    """Sequences whose first `shared` tokens are the same; nothing is asked of those. 0: one sequence by itself."""
-
-    shared: int
-    reads: list[Read]
-
-    @property
-    def end(self) -> int:
-        """Tokens of the longest after those."""
-        return max(map(len, self.reads)) - self.shared
-
 
 def reads_of(requests: Sequence[Request], max_length: int) -> tuple[list[Read], list[int]]:
     """The sequences to be read, in their order as bytes, descending; and how many tokens were cut from the left of each request.
@@ -93,35 +77,51 @@ def reads_of(requests: Sequence[Request], max_length: int) -> tuple[list[Read], 
     return found, cut
 
 
-def groups_of(reads: list[Read]) -> list[Group]:
-    """`reads`, in the order of `reads_of`, in groups that share their beginnings, so that most tokens are saved.
+def trees_of(reads: Sequence[Read], most: int) -> list[tuple[int, list[Read]]]:
+    """`reads`, in the order of `reads_of`, in runs of neighbours that begin alike, each with the tokens it has if those are read once.
 
-    Neighbours that begin alike are the leaves of a tree whose nodes are what they begin with. Walking up it, a node takes all its leaves
-    for one group, or for several where they are many, if that saves more than the groups below it do.
+    None has more than `most`, which the longest read may have: where a run has more it is cut where little is read again and little of a
+    row left free.
     """
-    open_nodes: list[tuple[int, list]] = [(0, [])]  # tokens shared, what is below
-    for i, read in enumerate(reads):
-        below = 0, [Group(0, [read])]
-        alike = _alike(read.tokens, reads[i + 1].tokens) if i + 1 < len(reads) else 0
-        while open_nodes[-1][0] > alike:
-            shared, nodes = open_nodes.pop()
-            below = _joined(shared, [*nodes, below])
-        if open_nodes[-1][0] < alike:
-            open_nodes.append((alike, []))
-        open_nodes[-1][1].append(below)
-    return [group for _, groups in open_nodes[0][1] for group in groups]
+    lengths = np.array([len(read) for read in reads], np.int64)
+    alike = np.array([0] + [_alike(one.tokens, other.tokens) for one, other in itertools.pairwise(reads)], np.int64)
+    ends = np.append(np.cumsum(lengths - alike), 0)  # at -1: before the first
+    loose = np.append(np.flatnonzero(alike < ALIKE * lengths), len(reads))
+    found, start = [], 0
+    while start < len(reads):
+        before = ends[start - 1] - alike[start]
+        end = int(loose[np.searchsorted(loose, start, "right")])
+        if ends[end - 1] - before > most:
+            cuts = np.arange(start + 1, np.searchsorted(ends[:end], before + most, "right") + 1)
+            end = int(cuts[np.argmin(alike[cuts] - ends[cuts - 1])])
+        found.append((int(ends[end - 1] - before), list(reads[start:end])))
+        start = end
+    return found
 
 
-def _joined(shared: int, nodes: list[tuple[int, list[Group]]]) -> tuple[int, list[Group]]:
-    """(tokens saved, groups) of a node whose sequences share that many tokens, from those of the nodes below it."""
-    reads = [read for _, groups in nodes for group in groups for read in group.reads]
-    shared = min(shared, *(read.first for read in reads))
-    many = -(-len(reads) // FANS[-1])
-    here, below = (len(reads) - many) * shared, sum(saved for saved, _ in nodes)
-    if here <= below or here < WORTH * sum(map(len, reads)):
-        return below, [group for _, groups in nodes for group in groups]
-    size = -(-len(reads) // many)
-    return here, [Group(shared, reads[i : i + size]) for i in range(0, len(reads), size)]
+def packed(reads: Sequence[Read], length: int) -> list[list[Read]]:
+    """The same in rows of `length` tokens, which the longest read may have: what each holds, in the order in which it lies there."""
+    trees = trees_of(reads, length)
+    rows = best_fit(np.array([tokens for tokens, _ in trees]), length)
+    return [[read for tree in row for read in trees[tree][1]] for row in rows]
+
+
+def laid_out(reads: Sequence[Read]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """One row: its tokens, `Tree.until_BT` (models/parts.py) of each, and the places of the tokens of every read.
+
+    Of what a read begins with like the one before it nothing is there twice.
+    """
+    tokens, until, places, before = [], np.zeros(sum(map(len, reads)), np.int32), [], b""
+    end = 0
+    for read in reads:
+        shared = _alike(before, read.tokens)
+        new = np.frombuffer(read.tokens, TOKEN)[shared:]
+        places.append(np.concatenate([places[-1][:shared] if shared else np.zeros(0, np.int64), np.arange(end, end + len(new))]))
+        tokens.append(new)
+        end += len(new)
+        until[places[-1]] = end
+        before = read.tokens
+    return np.concatenate(tokens), until[:end], places
 
 
 def _alike(one: bytes, other: bytes) -> int:
@@ -147,8 +147,3 @@ def row_lengths(lengths: Sequence[int], longest: int, least: int, multiple: int 
             ways = [(held, cost + size * (held - before) + least, [*chosen, size]) for before, cost, chosen in best]
             best.append(min(ways, key=lambda way: way[1]))
     return best[-1][2]
-
-
-def fan_of(rows: int) -> int:
-    """The smallest fan that holds as many rows."""
-    return next(fan for fan in FANS if fan >= rows)

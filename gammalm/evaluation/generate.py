@@ -22,7 +22,7 @@ from gammalm.evaluation.batching import row_lengths
 from gammalm.evaluation.lengths import bucket, program_tokens
 from gammalm.evaluation.output import Generated, Output
 from gammalm.evaluation.sampling import KINDS, Draws, Sampling, draw
-from gammalm.models.cache import Cache, extend, prefill, refuse_context
+from gammalm.models.cache import Cache, extend, layers_of, prefill, refuse_context
 from gammalm.models.decoder import Decoder, Model
 from gammalm.models.parts import BATCH_AXES, mesh_pieces
 from gammalm.trees import flat, nested
@@ -218,11 +218,12 @@ class Generator:
     def _continue_batch(self, params, buffers, state, stopped_B, steps, draws, limits_B, kind):
         """(state, tokens [B, CHUNK]) after up to `steps` further tokens of each row; less where all are done."""
         decoder = self.model.bind(params, buffers)
-        written = jnp.full((len(limits_B), CHUNK), NOTHING)
+        layers, written = layers_of(decoder), jnp.full((len(limits_B), CHUNK), NOTHING)
 
         def step(carry):
             i, state, written = carry
-            x_B1D, cache = extend(decoder, state.token_B[:, None], (~state.done_B).astype(jnp.int32), state.cache, self._eps)
+            counts_B = (~state.done_B).astype(jnp.int32)
+            x_B1D, cache = extend(decoder, layers, state.token_B[:, None], counts_B, state.cache, self._eps)
             state, token_B1 = self._after(decoder, x_B1D, state._replace(cache=cache), draws, limits_B, kind)
             return i + 1, state, jax.lax.dynamic_update_slice(written, token_B1, (0, i))
 

@@ -1,9 +1,9 @@
 """How probable a model finds a continuation of a context: batches of few fixed shapes, equal work done once, results as they come.
 
 What the model reads is cut from the left to its context length. Requests that read the same, or of which one reads the beginning of the
-other, are one sequence: all one-token choices of a question are. Sequences that begin alike read that beginning once, into a cache, and go
-on from it side by side. The output matrix meets the tokens of continuations alone.
-Shape legend: models/parts.py; C targets of a row; S shared beginnings of a batch, F rows that go on from each.
+other, are one sequence: all one-token choices of a question are. Sequences lie side by side in rows, and what several begin with is read
+once (`Tree` in models/parts.py). The output matrix meets the tokens of continuations alone.
+Shape legend: models/parts.py; P parts that the rows of a batch are shared out over, C targets of a part.
 """
 
 import dataclasses
@@ -15,20 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gammalm.data.packing import best_fit
 from gammalm.errors import ConfigError, TrainingError
-from gammalm.evaluation.batching import FANS, TOKEN, Group, Read, Request, fan_of, groups_of, reads_of, row_lengths
-from gammalm.evaluation.lengths import bucket, program_tokens
-from gammalm.models.cache import Cache, extend, prefill
+from gammalm.evaluation.batching import Read, Request, laid_out, packed, reads_of, row_lengths
+from gammalm.evaluation.lengths import SHORTEST, bucket, program_tokens
 from gammalm.models.decoder import Model
+from gammalm.models.flops import training_flops_per_token
 from gammalm.models.loss import token_scores
-from gammalm.models.parts import BATCH_AXES
+from gammalm.models.parts import BATCH_AXES, Tree
 
 TOKENS = 4096  # in a batch on one part of the mesh's batch axes, padding included
-CACHED = 4  # times as many in caches
-# "shared": sequences that begin alike read that once. "plain": each has a row by itself. "packed": a row holds several, each a segment with
-# positions from 0, as documents are packed in training. "auto": the one of them that computes least, padding and programs counted.
-LAYOUTS = ("auto", "shared", "plain", "packed")
+# "packed": a row holds several sequences, and what some of them begin with once. "plain": each sequence has a row by itself.
+LAYOUTS = ("packed", "plain")
 
 
 class Score(NamedTuple):
@@ -52,44 +49,24 @@ class Counts:
     computed: int = 0
 
 
-class Row(NamedTuple):
-    """Parts of sequences side by side: (sequence, the part's first token)."""
-
-    parts: list[tuple[Read, int]]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(read) - first for read, first in self.parts)
-
-    @property
-    def asked(self) -> int:
-        return sum(read.asked for read, _ in self.parts)
-
-
 class Batch(NamedTuple):
-    """`size` rows of `length` tokens, the first of them `rows`, that are asked for at most `wide` targets each.
-
-    Where `fan`, they go on from the beginnings of `groups`, of at most `before` tokens, `fan` rows (None: empty) from each.
-    """
+    """`size` rows of `length` tokens in `parts` of equally many, of which each holds rows (lists of sequences) that are asked for at most
+    `wide` targets together; rows that a part lacks are empty."""
 
     length: int
     size: int
     wide: int
-    rows: list[Row | None]
-    fan: int = 0
-    before: int = 0
-    groups: tuple[Group, ...] = ()
-    packed: bool = False
+    parts: list[list[list[Read]]]
 
     @property
-    def shape(self) -> tuple:
+    def shape(self) -> tuple[int, int, int]:
         """What decides which program it needs."""
-        return self.length, self.size, self.wide, self.fan, self.before, self.packed
+        return self.length, self.size, self.wide
 
     @property
     def tokens(self) -> int:
         """With padding."""
-        return self.size * self.length + (self.size // self.fan * self.before if self.fan else 0)
+        return self.size * self.length
 
 
 class Scorer:
@@ -97,11 +74,11 @@ class Scorer:
 
     `mesh`: the arrays lie on it, and rows are shared out over its batch axes; all processes then score the same requests in the same order,
     and all get every score. `tokens`: of a batch on each part of them; `rows`: rows of a batch instead. `counts` goes on over calls.
-    Raises ConfigError for a layout that there is not, "shared" on a mesh that cuts sequences up, and more tokens than learned positions.
+    Raises ConfigError for a layout that there is not, and for more tokens than learned positions.
     """
 
     def __init__(
-        self, model: Model, params: dict, buffers: dict, *, eps: float, max_length: int, mesh: Mesh | None = None, layout: str = "auto",
+        self, model: Model, params: dict, buffers: dict, *, eps: float, max_length: int, mesh: Mesh | None = None, layout: str = LAYOUTS[0],
         tokens: int = TOKENS, rows: int | None = None,
     ):  # fmt: skip
         shape = {} if mesh is None else mesh.shape
@@ -109,34 +86,22 @@ class Scorer:
         self._context = shape.get("context", 1)
         if layout not in LAYOUTS:
             raise ConfigError(f"layout {layout!r}: choose one of {', '.join(LAYOUTS)}.")
-        if layout == "shared" and self._context > 1:
-            raise ConfigError("layout shared: context > 1 cuts sequences up, and a cache does not. Choose layout plain or packed.")
         if model.config.positions == "learned" and max_length > model.config.max_positions:
             raise ConfigError(f"max_length={max_length:,}, but model.max_positions={model.config.max_positions:,}. Read no more than that.")
         self.max_length, self.mesh, self.layout = max_length, mesh, layout
         self.counts = Counts()
+        self._model = model
         self._worth = self._parts * program_tokens(model.active_parameter_count)  # tokens
         self._tokens, self._rows = tokens, rows
         self.load(params, buffers)
 
-        def found(decoder, x_BTD, positions_BC, targets_BC):
-            x_BCD = jnp.take_along_axis(x_BTD, positions_BC[:, :, None], axis=1)
-            return token_scores(x_BCD, decoder.head_matrix(), targets_BC, cap=decoder.softcap, chunk=decoder.loss_chunk)
-
-        def alone(params, buffers, tokens_BT, segments_BT, positions_BC, targets_BC):
+        def scores(params, buffers, tokens_BT, until_BT, places_PC, targets_PC):
             decoder = model.bind(params, buffers)
-            return found(decoder, decoder.hidden(tokens_BT, segments_BT, eps)[0], positions_BC, targets_BC)
+            x_BTD, _ = decoder.hidden(tokens_BT, None if until_BT is None else Tree(until_BT), eps)
+            x_PCD = jnp.take_along_axis(x_BTD.reshape(len(places_PC), -1, x_BTD.shape[-1]), places_PC[:, :, None], axis=1)
+            return token_scores(x_PCD, decoder.head_matrix(), targets_PC, cap=decoder.softcap, chunk=decoder.loss_chunk)
 
-        def shared(params, buffers, before_ST, lengths_S, tokens_BT, counts_B, positions_BC, targets_BC):
-            decoder = model.bind(params, buffers)
-            fan = tokens_BT.shape[0] // before_ST.shape[0]
-            _, cache = prefill(decoder, before_ST, lengths_S, before_ST.shape[1], eps)
-            kept = jax.tree.map(lambda a: jnp.repeat(a, fan, axis=1), cache.kept)
-            x_BTD, _ = extend(decoder, tokens_BT, counts_B, Cache(kept, jnp.repeat(lengths_S, fan)), eps)
-            return found(decoder, x_BTD, positions_BC, targets_BC)
-
-        whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        self._alone, self._shared = (jax.jit(f, out_shardings=whole) for f in (alone, shared))
+        self._program = jax.jit(scores, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
 
     def load(self, params: dict, buffers: dict) -> None:
         """Scores with other weights of the same model from now on, placed alike; nothing is compiled anew."""
@@ -162,106 +127,73 @@ class Scorer:
         if pending is not None:
             yield from _scores(*pending)
 
-    def _plan(self, reads: list[Read]) -> list[Batch]:
-        """The batches of the layout, or of the cheapest one."""
-        layouts = [self.layout] if self.layout != "auto" else ["plain", "packed", *(["shared"] if self._context == 1 else [])]
-        plans = [list(self._batches(reads, layout)) for layout in layouts]
-        return min(plans, key=lambda plan: sum(b.tokens for b in plan) + self._worth * len({b.shape for b in plan}))
-
-    def _batches(self, reads: list[Read], layout: str) -> Iterator[Batch]:
-        if layout == "shared":
-            groups = groups_of(reads)
-            reads = [group.reads[0] for group in groups if not group.shared]
-            fans = {fan: [g for g in groups if g.shared and fan_of(len(g.reads)) == fan] for fan in FANS}
-            for fan, groups in fans.items():
-                yield from self._fanned(groups, fan)
-        rows = [Row([(read, 0)]) for read in reads]
-        if layout == "packed" and reads:
-            longest = self._lengths([max(map(len, reads))])[-1]
-            packed = best_fit(np.array([len(read) for read in reads]), longest)
-            rows = [Row([(reads[i], 0) for i in row]) for row in packed]
-        if not rows:
+    def _plan(self, reads: list[Read]) -> Iterator[Batch]:
+        if not reads:
             return
-        lengths, wides = self._lengths([row.tokens for row in rows]), self._wides([row.asked for row in rows])
-        rows.sort(key=lambda row: (_at_least(lengths, row.tokens), _at_least(wides, row.asked)), reverse=True)
-        most = self._parts_of(len(rows))
-        while rows:
-            length = _at_least(lengths, rows[0].tokens)
-            size = min(most, self._size(length))
-            wide = _at_least(wides, max(row.asked for row in rows[:size]))
-            yield Batch(length, size, wide, rows[:size], packed=layout == "packed")
-            rows = rows[size:]
+        rows_of = self._plain(reads) if self.layout == "plain" else self._packed(reads)
+        for length in sorted(rows_of, reverse=True):
+            # Dealt out so that all parts are asked for about as much: all are padded to the one that is asked for most.
+            rows = sorted(rows_of[length], key=lambda row: sum(read.asked for read in row), reverse=True)
+            size = self._size(length, len(rows))
+            count = -(-len(rows) // size)
+            batches = [[rows[first::count][part :: self._parts] for part in range(self._parts)] for first in range(count)]
+            most = max(sum(read.asked for row in part for read in row) for batch in batches for part in batch)
+            step = max(SHORTEST, bucket(most) // 16) * self._context  # not much more, and the loss can cut it into chunks
+            for parts in batches:
+                yield Batch(length, size, -(-most // step) * step, parts)
 
-    def _fanned(self, groups: list[Group], fan: int) -> Iterator[Batch]:
-        """Batches of groups that all have this fan."""
-        ends = self._lengths([group.end for group in groups], fan)
-        for length in ends:
-            here = sorted((g for g in groups if _at_least(ends, g.end) == length), key=lambda g: -g.shared)
-            befores, most = self._lengths([group.shared for group in here]), self._parts_of(len(here))
-            wide = bucket(max((read.asked for group in here for read in group.reads), default=1))
-            while here:
-                before = _at_least(befores, here[0].shared)
-                # Each row has its copy of the beginning in the cache, which may be of CACHED times as many tokens as a batch.
-                size = min(most, self._size(max(before + fan * length, before * fan // CACHED), fan))
-                taken, here = here[:size], here[size:]
-                rows: list[Row | None] = []
-                for group in taken:
-                    rows += [Row([(read, group.shared)]) for read in group.reads] + [None] * (fan - len(group.reads))
-                yield Batch(length, size * fan, wide, rows, fan, before, tuple(taken))
-
-    def _lengths(self, lengths: list[int], rows: int = 1) -> list[int]:
-        """Lengths of rows for these, each of them of `rows` rows."""
+    def _plain(self, reads: list[Read]) -> dict[int, list[list[Read]]]:
+        """Rows of one sequence, by their length."""
         longest = -(-self.max_length // self._context) * self._context
-        return row_lengths(lengths, longest, self._worth // rows, self._context)
+        lengths = row_lengths([len(read) for read in reads], longest, self._worth, self._context)
+        rows_of: dict[int, list[list[Read]]] = {}
+        for read in reads:
+            rows_of.setdefault(_at_least(lengths, len(read)), []).append([read])
+        return rows_of
 
-    def _wides(self, asked: list[int]) -> list[int]:
-        """The same for the targets of rows: a target costs about what a token does."""
-        return row_lengths(asked, bucket(max(asked)), self._worth)
+    def _packed(self, reads: list[Read]) -> dict[int, list[list[Read]]]:
+        """Rows of several, of the length that costs least: longer ones have less padding and read less twice, but attend to more."""
+        least, best, found, size = np.inf, 0, [], bucket(max(map(len, reads)))
+        while not best or size < min(2 * best, self._tokens + 1):
+            length = -(-size // self._context) * self._context
+            rows = packed(reads, length)
+            together = self._size(length, len(rows))
+            cost = -(-len(rows) // together) * together * length * training_flops_per_token(self._model, length)
+            if cost < least:
+                least, best, found = cost, length, rows
+            size = bucket(size + 1)
+        return {best: found}
 
-    def _size(self, length: int, fan: int = 1) -> int:
-        """Rows, or beginnings of `fan` rows, of a batch: a multiple of the parts that they are shared out over."""
-        wanted = self._rows // fan if self._rows else self._parts * (self._tokens // length)
-        return max(1, -(-wanted // self._parts)) * self._parts
-
-    def _parts_of(self, rows: int) -> int:
-        """A size of batches that holds all of so many rows: few are not filled up to as many as would fit."""
-        return self._parts * 2 ** (-(-rows // self._parts) - 1).bit_length()
+    def _size(self, length: int, rows: int) -> int:
+        """How many of so many rows are a batch: a multiple of the parts that they are shared out over, and the last batch nearly full."""
+        most = max(1, self._rows // self._parts if self._rows else self._tokens // length) * self._parts
+        batches = -(-rows // most)
+        return -(-rows // (batches * self._parts)) * self._parts
 
     def _run(self, batch: Batch):
-        """The batch's scores (fp32 log-probabilities, hits) [B, C], on their way."""
-        size, wide = batch.size, -(-batch.wide // self._context) * self._context
-        tokens_BT, segments_BT = np.zeros((2, size, batch.length), np.int32)
-        positions_BC, targets_BC = np.zeros((2, size, wide), np.int32)
-        for b, row in enumerate(batch.rows):
-            start = at = 0
-            for number, (read, first) in enumerate(row.parts if row else (), 1):
-                end = start + len(read) - first
-                tokens_BT[b, start:end] = np.frombuffer(read.tokens, TOKEN)[first:]
-                segments_BT[b, start:end] = number
-                for _, position, targets in read.asks:
-                    positions_BC[b, at : at + len(targets)] = start - first + position + np.arange(len(targets))
-                    targets_BC[b, at : at + len(targets)] = targets
-                    at += len(targets)
-                start = end
-        self.counts.tokens += int(np.count_nonzero(segments_BT))
+        """The batch's scores (fp32 log-probabilities, hits) [P, C], on their way."""
+        tokens_BT, until_BT = np.zeros((2, batch.size, batch.length), np.int32)
+        places_PC, targets_PC = np.zeros((2, self._parts, batch.wide), np.int32)
+        for p, part in enumerate(batch.parts):
+            at = 0
+            for i, row in enumerate(part):
+                b = p * batch.size // self._parts + i
+                tokens, until, places = laid_out(row)
+                tokens_BT[b, : len(tokens)], until_BT[b, : len(until)] = tokens, until
+                for read, places_of_read in zip(row, places, strict=True):
+                    for _, position, targets in read.asks:
+                        here = slice(at, at := at + len(targets))
+                        places_PC[p, here] = i * batch.length + places_of_read[position : position + len(targets)]
+                        targets_PC[p, here] = targets
+        self.counts.tokens += int(np.count_nonzero(until_BT))
         self.counts.computed += batch.tokens
-        if not batch.fan:
-            segments = segments_BT if batch.packed else None
-            return self._call(self._alone, tokens_BT, segments, positions_BC, targets_BC)
-        before_ST, lengths_S = np.zeros((size // batch.fan, batch.before), np.int32), np.zeros(size // batch.fan, np.int32)
-        for s, group in enumerate(batch.groups):
-            before_ST[s, : group.shared] = np.frombuffer(group.reads[0].tokens, TOKEN, group.shared)
-            lengths_S[s] = group.shared
-        self.counts.tokens += int(lengths_S.sum())
-        return self._call(self._shared, before_ST, lengths_S, tokens_BT, (segments_BT > 0).sum(1, dtype=np.int32), positions_BC, targets_BC)
-
-    def _call(self, function, *arrays):
+        arrays = [tokens_BT, None if self.layout == "plain" else until_BT, places_PC, targets_PC]
         if self.mesh is None:
-            return function(*self._weights, *arrays)
+            return self._program(*self._weights, *arrays)
         rows = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
         with jax.set_mesh(self.mesh):
             placed = [a if a is None else jax.make_array_from_callback(a.shape, rows, a.__getitem__) for a in arrays]
-            return function(*self._weights, *placed)
+            return self._program(*self._weights, *placed)
 
 
 def _at_least(lengths: Sequence[int], tokens: int) -> int:
@@ -269,14 +201,13 @@ def _at_least(lengths: Sequence[int], tokens: int) -> int:
 
 
 def _scores(batch: Batch, found) -> Iterator[Score]:
-    """The scores of a batch, of which `found` are log-probabilities and hits [B, C]."""
-    logprobs_BC, hits_BC = jax.device_get(found)
-    for b, row in enumerate(batch.rows):
+    """The scores of a batch, of which `found` are log-probabilities and hits [P, C]."""
+    logprobs_PC, hits_PC = jax.device_get(found)
+    for p, part in enumerate(batch.parts):
         at = 0
-        for index, _, targets in (ask for read, _ in (row.parts if row else ()) for ask in read.asks):
-            here = slice(at, at + len(targets))
-            at += len(targets)
-            logprob = float(np.sum(logprobs_BC[b, here], dtype=np.float64))
+        for index, _, targets in (ask for row in part for read in row for ask in read.asks):
+            here = slice(at, at := at + len(targets))
+            logprob = float(np.sum(logprobs_PC[p, here], dtype=np.float64))
             if not np.isfinite(logprob):
                 raise TrainingError(f"The log-probability of request {index} is {logprob}. Take a checkpoint before it diverged.")
-            yield Score(index, logprob, bool(hits_BC[b, here].all()))
+            yield Score(index, logprob, bool(hits_PC[p, here].all()))

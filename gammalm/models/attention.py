@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gammalm.models.cache import attend_kept
+from gammalm.models.cache import attend_kept, keep
 from gammalm.models.kernels import attend
 from gammalm.models.parts import RMSNorm, biased, declare, declare_fixup, product, rotate
 
@@ -104,11 +104,12 @@ class Attention(nnx.Module):
         return self._output(y, x_BTD), (jnp.swapaxes(k_BTGK, 1, 2), jnp.swapaxes(v_BTGK, 1, 2))
 
     def extended(self, x_BTD, angles, eps, kept, lengths_B):
-        """The same of tokens that follow those of a cache: `kept` is keys and values [B, G, S, K], of which lengths_B [B] count."""
+        """The same of tokens that follow those of a cache, and the cache with them: `kept` is keys and values [B, G, S, K], of which
+        lengths_B [B] count."""
         q_BTGRK, k_BTGK, v_BTGK, sink_GR = self._parts(x_BTD, angles, eps)
-        new = jnp.swapaxes(k_BTGK, 1, 2), jnp.swapaxes(v_BTGK, 1, 2)
-        y = attend_kept(q_BTGRK, kept, new, lengths_B, q_BTGRK.shape[-1] ** -0.5, sink_GR)
-        return self._output(y, x_BTD), new
+        kept = keep(kept, (k_BTGK, v_BTGK), lengths_B)
+        y = attend_kept(q_BTGRK, *kept, lengths_B, q_BTGRK.shape[-1] ** -0.5, sink_GR)
+        return self._output(y, x_BTD), kept
 
     def _parts(self, x_BTD, angles, eps):
         """Queries [B, T, G, R, K], keys and values [B, T, G, K], softmax sinks [G, R] or None."""

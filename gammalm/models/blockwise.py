@@ -18,12 +18,16 @@ def block_bounds(length: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def visible_keys(t: int, s: int, start, query_segments_Bt, key_segments_Bs):
-    """Which of s keys each of t queries sees, as [1 or B, t, s] bool: those before it and itself, of its own segment where there are any.
+def visible_keys(t: int, s: int, start, query_segments_Bt, key_segments_Bs, until_Bs=None):
+    """Which of s keys each of t queries sees, as [1 or B, t, s] bool: those before it and itself, of its own segment where there are any,
+    or of a `Tree` (parts.py), those seen until later.
 
     `start` is the position of the first query among the keys, an int or a traced int32.
     """
-    visible = ((start + jnp.arange(t))[:, None] >= jnp.arange(s)[None, :])[None]
+    queries_1t1, keys_11s = (start + jnp.arange(t))[None, :, None], jnp.arange(s)[None, None, :]
+    visible = queries_1t1 >= keys_11s
+    if until_Bs is not None:
+        return visible & ((queries_1t1 < until_Bs[:, None, :]) | (queries_1t1 == keys_11s))
     return visible if query_segments_Bt is None else visible & (query_segments_Bt[:, :, None] == key_segments_Bs[:, None, :])
 
 
@@ -32,23 +36,23 @@ def _scores(q_BGRtK, k_BGsK, start: int, segments):
     t, s = q_BGRtK.shape[3], k_BGsK.shape[2]
     scale = q_BGRtK.shape[-1] ** -0.5
     scores = jnp.einsum("bgrtk,bgsk->bgrts", q_BGRtK, k_BGsK, preferred_element_type=jnp.float32) * scale
-    queries, keys, first = segments
+    queries, keys, first, until = segments
     ids = (None, None) if queries is None else (queries[:, start : start + t], keys[:, :s])
-    visible = visible_keys(t, s, start if first is None else first + start, *ids)
+    visible = visible_keys(t, s, start if first is None else first + start, *ids, None if until is None else until[:, :s])
     return jnp.where(visible[:, None, None], scores, -jnp.inf)
 
 
 @jax.custom_vjp
-def causal_attention(q_BTGRK, k_BSGK, v_BSGW, segments_BT=None, key_segments_BS=None, first=None, sink_GR=None):
+def causal_attention(q_BTGRK, k_BSGK, v_BSGW, segments_BT=None, key_segments_BS=None, first=None, sink_GR=None, until_BS=None):
     """Softmax attention. Returns the output [B, T, G, R, W] and the fp32 log-sum-exp [B, G, R, T] of the scaled scores.
 
     `segments_BT`, where given, confines attention to tokens of one segment. The gradient of the log-sum-exp is not propagated: it is
     there for measurements. Where the queries are only a part of the sequence, `first` (traced int32) is the position of the first of
     them among the S keys, and `key_segments_BS` go with `segments_BT`; each block of queries is then held against all keys.
     `sink_GR`, where given, is for each head the fp32 score of one more key that every query sees and whose value is zero: it counts in
-    the softmax's denominator and in the log-sum-exp.
+    the softmax's denominator and in the log-sum-exp. `until_BS`, in the place of segments, is that of a `Tree` (parts.py).
     """
-    return _attend_forward(q_BTGRK, k_BSGK, v_BSGW, segments_BT, key_segments_BS, first, sink_GR)[0]
+    return _attend_forward(q_BTGRK, k_BSGK, v_BSGW, segments_BT, key_segments_BS, first, sink_GR, until_BS)[0]
 
 
 def _heads_first(q, k, v):
@@ -56,9 +60,9 @@ def _heads_first(q, k, v):
     return jnp.moveaxis(q, 1, 3), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
 
 
-def _attend_forward(q_BTGRK, k_BSGK, v_BSGW, segments_BT, key_segments_BS, first, sink_GR):
+def _attend_forward(q_BTGRK, k_BSGK, v_BSGW, segments_BT, key_segments_BS, first, sink_GR, until_BS):
     q, k, v = _heads_first(q_BTGRK, k_BSGK, v_BSGW)
-    segments = segments_BT, segments_BT if first is None else key_segments_BS, first
+    segments = segments_BT, segments_BT if first is None else key_segments_BS, first, until_BS
     sink = None if sink_GR is None else sink_GR[None, :, :, None, None]
     outputs, lses = [], []
     for start, end in block_bounds(q.shape[3]):
@@ -99,7 +103,7 @@ def _attend_backward(saved, gradients):
     d_q = jnp.moveaxis(jnp.concatenate(d_qs, axis=3), 3, 1)
     # Like any other score's, with a value of zero: -weight · correction.
     d_sink = None if sink_GR is None else -jnp.sum(jnp.exp(sink_GR[None, :, :, None] - lse) * correction, axis=(0, 3))
-    return d_q, jnp.moveaxis(d_k, 2, 1).astype(k.dtype), jnp.moveaxis(d_v, 2, 1).astype(v.dtype), None, None, None, d_sink
+    return d_q, jnp.moveaxis(d_k, 2, 1).astype(k.dtype), jnp.moveaxis(d_v, 2, 1).astype(v.dtype), None, None, None, d_sink, None
 
 
 causal_attention.defvjp(_attend_forward, _attend_backward)

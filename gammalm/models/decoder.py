@@ -19,7 +19,7 @@ from gammalm.models.attention import Attention
 from gammalm.models.loss import summed_loss, token_losses
 from gammalm.models.mla import LatentAttention
 from gammalm.models.moe import MoE
-from gammalm.models.parts import MLP, NORMS, NoNorm, SwiGLU, declare, rope_angles, shard_tokens, softcap, whole_width
+from gammalm.models.parts import MLP, NORMS, NoNorm, SwiGLU, Tree, declare, rope_angles, shard_tokens, softcap, whole_width
 
 # Modules are pytrees here; graph mode would wrap every call in its own tracing machinery.
 nnx.set_graph_mode(False)
@@ -127,6 +127,8 @@ def positions_of(length: int, segments_BT):
     positions = jnp.arange(length)[None]
     if segments_BT is None:
         return positions
+    if isinstance(segments_BT, Tree):
+        return segments_BT.positions()
     new = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))
     return positions - jax.lax.cummax(jnp.where(new, positions, 0), axis=1)
 
@@ -167,8 +169,12 @@ class Decoder(nnx.Module):
         return None if self.rope_theta is None else rope_angles(positions_BT, self.rope_dim, self.rope_theta)
 
     def start(self, tokens_BT, segments_BT):
-        """What the first layer is given: the stream, and the rotary angles. Raises ConfigError for more tokens than learned positions."""
-        self.require_positions(tokens_BT.shape[1])
+        """What the first layer is given: the stream, and the rotary angles. Raises ConfigError for more tokens than learned positions.
+
+        The rows of a `Tree` may be longer, as no sequence in them begins but at 0: who lays them out knows how long those are.
+        """
+        if not isinstance(segments_BT, Tree):
+            self.require_positions(tokens_BT.shape[1])
         positions_BT = positions_of(tokens_BT.shape[1], segments_BT)
         return shard_tokens(self.embed_tokens(tokens_BT, positions_BT)), self.angles(positions_BT)
 
@@ -180,7 +186,8 @@ class Decoder(nnx.Module):
     def hidden(self, tokens_BT, segments_BT, eps):
         """The normed last hidden state [B, T, D] in the compute dtype, and what each mixture layer measured ({} without mixtures).
 
-        Measures come out of the scan with a leading layer axis: see moe.measures.
+        `segments_BT`: None, segments of documents with 0 for padding, or a `Tree` (parts.py). Measures come out of the scan with a leading
+        layer axis: see moe.measures.
         """
         x_BTD, angles = self.start(tokens_BT, segments_BT)
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from gammalm.errors import ConfigError
 from gammalm.models.blockwise import causal_attention, visible_keys
 from gammalm.models.experts import choose_backend
-from gammalm.models.parts import BATCH_AXES, platform
+from gammalm.models.parts import BATCH_AXES, Tree, platform
 
 LANES = 128  # splash attention walks over blocks of a multiple of this many tokens
 SPLASH_BLOCK = 512  # the longest of them
@@ -110,6 +110,8 @@ def describe(config, platform: str, generation: float | None = None) -> str:
 
 
 def _blockwise(q_BTGRK, k_BSGK, v_BSGW, segments, first, sink_GR):
+    if isinstance(segments[1], Tree):
+        return causal_attention(q_BTGRK, k_BSGK, v_BSGW, None, None, first, sink_GR, segments[1].until_BT)[0]
     return causal_attention(q_BTGRK, k_BSGK, v_BSGW, *segments, first, sink_GR)[0]
 
 
@@ -163,13 +165,15 @@ KERNELS = {"blockwise": _blockwise, "cudnn": _cudnn, "splash": _splash}
 def attend(q_BTGRK, k_BTGK, v_BTGW, segments_BT, name: str, sink_GR=None):
     """Causal softmax attention [B, T, G, R, W] of scores scaled by K^-1/2, within segments where `segments_BT` is given.
 
-    `name` is `config.model.attention_kernel`. `sink_GR`, where given, is fp32: exp(sink) is added to the denominator of each head. On a
-    mesh B must be a multiple of its batch axes, G of tensor, T of context: ValueError from `shard_map` otherwise (gammalm.sharding.mesh
-    checks all of them before a run).
+    That may be a `Tree` (parts.py), which the blockwise kernel alone knows. `name` is `config.model.attention_kernel`. `sink_GR`, where
+    given, is fp32: exp(sink) is added to the denominator of each head. On a mesh B must be a multiple of its batch axes, G of tensor, T of
+    context: ValueError from `shard_map` otherwise (gammalm.sharding.mesh checks all of them before a run).
     """
     mesh = jax.sharding.get_abstract_mesh()
     context = mesh.shape.get("context", 1)
     sizes = (q_BTGRK.shape[-1], v_BTGW.shape[-1])
+    if isinstance(segments_BT, Tree):
+        name = "blockwise"
     name = choose_attention(name, platform(), q_BTGRK.dtype, sizes, q_BTGRK.shape[1], context, sink=sink_GR is not None)
     kernel = KERNELS[name]
     # The compiler itself cuts the blockwise kernel over rows and heads; it can cut no kernel that it does not see into.

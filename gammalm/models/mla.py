@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gammalm.models.attention import declare_gate, declare_sink, gated, sink_logits
-from gammalm.models.cache import attend_kept
+from gammalm.models.cache import attend_kept, keep
 from gammalm.models.kernels import attend
 from gammalm.models.parts import RMSNorm, declare, product, rotate
 
@@ -90,20 +90,20 @@ class LatentAttention(nnx.Module):
         return self._output(y_BTH1W[:, :, :, 0], x_BTD), jnp.concatenate([latent_BTC, rope_BTP], axis=-1)[:, None]
 
     def extended(self, x_BTD, angles, eps, kept_B1SX, lengths_B):
-        """The same of tokens that follow those of a cache, `kept` [B, 1, S, C+P], of which lengths_B [B] count.
+        """The same of tokens that follow those of a cache, `kept` [B, 1, S, C+P], of which lengths_B [B] count; and the cache with them.
 
         No key or value of a head is expanded: the latents are one key, and one value, that all heads share. q·(W_k c) = (W_kᵀ q)·c, and the
         mean of W_v c is W_v of the mean (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
         """
         q_BTHK = self.queries(x_BTD, angles, eps)
-        new_B1TX = jnp.concatenate(self.latents(x_BTD, angles, eps), axis=-1)[:, None]
+        kept_B1SX = keep(kept_B1SX, jnp.concatenate(self.latents(x_BTD, angles, eps), axis=-1)[:, :, None], lengths_B)
         k_up_CHN, v_up_CHW = (up[...].astype(x_BTD.dtype) for up in (self.k_up, self.v_up))
         q_BTHC = jnp.einsum("bthn,chn->bthc", q_BTHK[..., : self.nope_dim], k_up_CHN)
         q_BT1HX = jnp.concatenate([q_BTHC, q_BTHK[..., self.nope_dim :]], axis=-1)[:, :, None]
         sink = sink_logits(self, 1, q_BTHK.shape[2])
-        y_BT1HX = attend_kept(q_BT1HX, (kept_B1SX,) * 2, (new_B1TX,) * 2, lengths_B, q_BTHK.shape[-1] ** -0.5, sink)
+        y_BT1HX = attend_kept(q_BT1HX, kept_B1SX, kept_B1SX, lengths_B, q_BTHK.shape[-1] ** -0.5, sink)
         y_BTHW = jnp.einsum("bthc,chw->bthw", y_BT1HX[:, :, 0, :, : k_up_CHN.shape[0]], v_up_CHW)
-        return self._output(y_BTHW, x_BTD), new_B1TX
+        return self._output(y_BTHW, x_BTD), kept_B1SX
 
     def _output(self, y_BTHW, x_BTD):
         B, T, H, W = y_BTHW.shape

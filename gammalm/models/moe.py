@@ -13,7 +13,7 @@ from flax import nnx
 
 from gammalm.models.exchange import sharded_expert_ffn
 from gammalm.models.experts import choose_backend, expert_ffn
-from gammalm.models.parts import TOKEN_AXES, TOKENS, SwiGLU, declare, mesh_pieces, platform
+from gammalm.models.parts import TOKEN_AXES, TOKENS, SwiGLU, counted, declare, mesh_pieces, platform
 
 
 class Buffer(nnx.Variable):
@@ -61,7 +61,7 @@ class MoE(nnx.Module):
         """The layer's output [B, T, D] and what it measured: see `measures`. Padding (segment 0) is sent to no expert."""
         n_experts = self.experts.gate.shape[0]
         scores_BTE, ids_BTA, gates_BTA = self.route(x_BTD)
-        valid_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT > 0
+        valid_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else counted(segments_BT)
         ids_BTA = jnp.where(valid_BT[..., None], ids_BTA, n_experts)
         weights = {name: getattr(self.experts, name)[...] for name in ("gate", "up", "down")}
         compute = functools.partial(expert_ffn, backend=choose_backend(self.backend, platform()))

@@ -6,6 +6,7 @@ R = H/G queries per key head, K head size, F FFN width, V vocabulary, L layers.
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,27 @@ def mesh_pieces(*axes: str) -> int:
     """Into how many pieces these axes of the mesh in use cut something."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape.get(axis, 1) for axis in axes)
+
+
+class Tree(NamedTuple):
+    """In the place of segments: sequences side by side in a row, of which what several begin with lies there once.
+
+    So a row is a tree, each branch after all of what it goes on from. `until_BT` [B, T] int32: the place in the row from which on a token
+    is not seen any more, where the last branch that goes on from it ends; 0 for padding.
+    """
+
+    until_BT: jax.Array
+
+    def positions(self):
+        """Position of each token in its sequence [B, T]: how many tokens before it in the row it still sees."""
+        places_1T = jnp.arange(self.until_BT.shape[1])[None]
+        until_BT = jnp.maximum(self.until_BT, places_1T + 1)  # padding sees itself
+        return places_1T - jnp.sum(until_BT[:, None, :] <= places_1T[:, :, None], axis=-1, dtype=jnp.int32)
+
+
+def counted(segments_BT):
+    """[B, T] bool: which tokens are no padding, of segments or of a `Tree`."""
+    return (segments_BT.until_BT if isinstance(segments_BT, Tree) else segments_BT) > 0
 
 
 def shard_tokens(x_BTD):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gammalm.errors import DataError
-from gammalm.evaluation.batching import FANS, TOKEN, Request, fan_of, groups_of, reads_of, row_lengths
+from gammalm.evaluation.batching import TOKEN, Request, laid_out, packed, reads_of, row_lengths, trees_of
 
 
 def tokens_of(read):
@@ -67,39 +67,42 @@ def test_what_cannot_be_asked_is_refused(request_):
         reads_of([Request([1], [2]), request_], 10)
 
 
+def seen(until, place):
+    """The places that the token at `place` sees of a row, by the definition of `Tree`."""
+    return [s for s in range(place + 1) if s == place or until[s] > place]
+
+
+@pytest.mark.parametrize("length", [60, 200])
 @pytest.mark.parametrize("seed", range(3))
-def test_groups_share_what_they_say_and_lose_nothing(seed):
-    reads, _ = reads_of(random_requests(seed), 60)
-    groups = groups_of(reads)
-    assert sorted(id(read) for group in groups for read in group.reads) == sorted(map(id, reads))
-    for group in groups:
-        assert 1 <= len(group.reads) <= FANS[-1] and (group.shared > 0) == (len(group.reads) > 1)
-        assert len({tuple(tokens_of(read)[: group.shared]) for read in group.reads}) == 1
-        assert all(group.shared <= ask.position for read in group.reads for ask in read.asks)
-        assert group.end == max(len(read) for read in group.reads) - group.shared
-    before = sum(map(len, reads))
-    assert sum((len(group.reads) - 1) * group.shared for group in groups) > before / 2
+def test_every_token_sees_its_own_sequence_and_no_other(seed, length):
+    reads, _ = reads_of(random_requests(seed, count=150), 60)
+    rows = packed(reads, length)
+    assert sorted(id(read) for row in rows for read in row) == sorted(map(id, reads))
+    for row in rows:
+        tokens, until, places = laid_out(row)
+        assert 0 < len(tokens) == len(until) <= length
+        assert set(np.concatenate(places)) == set(range(len(tokens)))
+        for read, place in zip(row, places, strict=True):
+            assert tokens[place].tolist() == tokens_of(read)
+            assert seen(until, place[-1]) == place.tolist()  # those before it follow: what it sees, they see as far as they are
+    held = sum(len(laid_out(row)[0]) for row in rows)
+    beginnings = {read.tokens[: 4 * n] for read in reads for n in range(1, len(read) + 1)}
+    if length == 200:  # in rows as short as the longest sequence more is read again, and more is free
+        assert len(beginnings) <= held < 1.2 * len(beginnings) < 0.5 * sum(map(len, reads))
+        assert len(rows) * length < 1.25 * held
 
 
-def test_groups_are_the_questions_of_choices_and_what_is_alone_does_not_spoil_them():
-    """A lone request that shares a few tokens comes before a question in order, and a longer beginning holds all together."""
+def test_a_tree_is_cut_where_little_is_read_again():
+    """Between questions, not among the choices of one; and what shares a few tokens alone does not stay together."""
     rng = random.Random(1)
-    instruction = [7] * 3
-    requests, expected = [], []
-    for _ in range(20):
-        question = instruction + [rng.randrange(100) for _ in range(30)]
-        expected.append(tuple(question))
-        requests += [Request(question, [200 + choice, 5, 6]) for choice in range(4)]
-        requests.append(Request(instruction + [rng.randrange(100) for _ in range(9)], [1]))
-    groups = groups_of(reads_of(requests, 100)[0])
-    shared = [group for group in groups if group.shared]
-    assert {(tuple(tokens_of(group.reads[0])[: group.shared]), len(group.reads)) for group in shared} == {(q[:-1], 4) for q in expected}
-    assert sum(len(group.reads) for group in groups if not group.shared) == 20
-
-
-def test_a_beginning_of_very_many_is_dealt_out_evenly():
-    requests = [Request([5] * 50, [number, 1]) for number in range(33)]
-    assert [len(group.reads) for group in groups_of(reads_of(requests, 100)[0])] == [11, 11, 11]
+    examples, requests = list(range(40)), []
+    for question in range(6):
+        asked = [*examples, *(100 + question for _ in range(20))]
+        requests += [Request(asked, [200 + choice, 5, 6]) for choice in range(4)]
+    requests += [Request([0, 1, *(rng.randrange(300, 400) for _ in range(50))], [7]) for _ in range(3)]
+    trees = trees_of(reads_of(requests, 100)[0], 40 + 3 * (20 + 4 * 2))
+    assert sorted(len(reads) for _, reads in trees) == [1, 1, 1, 12, 12]
+    assert sorted(tokens for tokens, _ in trees) == [52, 52, 52, 40 + 3 * 28, 40 + 3 * 28]
 
 
 def test_rows_have_few_lengths_and_every_one_is_worth_it():
@@ -120,7 +123,3 @@ def test_no_other_choice_of_lengths_costs_less(seed):
     ladder = [16, 24, 32, 48, 64, 96]
     every = [list(some) for n in range(1, 7) for some in itertools.combinations(ladder, n) if some[-1] >= max(lengths)]
     assert cost(row_lengths(lengths, 96, least)) == min(map(cost, every))
-
-
-def test_fans_hold_their_rows():
-    assert [fan_of(rows) for rows in (1, 2, 3, 4, 5, 9, 16)] == [2, 2, 4, 4, 6, 12, 16]

@@ -11,6 +11,7 @@ import pytest
 
 from gammalm.models import blockwise as module
 from gammalm.models.blockwise import block_bounds, causal_attention
+from gammalm.models.parts import Tree
 
 from . import reference
 
@@ -88,6 +89,29 @@ def test_output_log_sum_exp_and_gradients(T, packed, groups, repeats):
     np.testing.assert_allclose(lse, expected_lse, atol=5e-6)
     for ours, expected in zip(gradients, gradients_by_hand(q, k, v, g, segments), strict=True):
         np.testing.assert_allclose(ours, expected, atol=1e-5)
+
+
+def test_a_tree_is_each_of_its_sequences_alone():
+    """A beginning of 5 that goes on in two ways, one of them in two ways again, another sequence of 3, and padding; blocks of 4."""
+    until = np.array([[14] * 5 + [8] * 3 + [14] * 2 + [12] * 2 + [14] * 2 + [17] * 3 + [0, 0]], np.int32)
+    sequences = [[*range(8)], [*range(5), 8, 9, 10, 11], [*range(5), 8, 9, 12, 13], [14, 15, 16]]
+    q, k, v = (a[:1] for a in draw(19))
+    g = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
+    out, vjp = jax.vjp(jax.jit(lambda *a: causal_attention(*a, until_BS=until)[0]), q, k, v)
+    assert np.isfinite(out).all()
+    seen, expected = np.zeros(19), [np.zeros(a.shape) for a in (q, k, v)]
+    for places in sequences:
+        alone = [a[:, places] for a in (q, k, v)]
+        np.testing.assert_allclose(out[:, places], naive(*alone, None)[0], atol=5e-6)
+        new = [i for i, place in enumerate(places) if not seen[place]]
+        seen[places] = 1
+        only_new = np.zeros_like(g[:, places])
+        only_new[:, new] = g[:, places][:, new]
+        for total, part in zip(expected, gradients_by_hand(*alone, only_new, None), strict=True):
+            total[:, places] += part
+    for ours, wanted in zip(vjp(g * seen[None, :, None, None, None].astype(np.float32)), expected, strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=1e-5)
+    assert Tree(until).positions().tolist() == [[*range(8), *range(5, 9), 7, 8, *range(3), 0, 0]]
 
 
 def test_large_scores_do_not_overflow():
