@@ -54,6 +54,8 @@ setup(
         # `math` checks answers of mathematics; accelerate is for the harness's own Hugging Face models, as torch is.
         "eval": ["lm-eval[math]>=0.4.13,<0.5", "accelerate>=1.10,<2; python_version < '3.12'", *TORCH],
         "plan": ["libtpu>=0.0.40,<0.1"],  # compiles for TPUs on any machine; never installed by default, it looks for a TPU
+        "docs": ["mkdocs>=1.6.1,<2", "mkdocs-material>=9.7,<10"],  # the site that launch/docs.sh builds
+        "wandb": ["wandb>=0.19.10,<0.32"],  # a tracker beside TensorBoard (train.tracker)
         "notebooks": ["ipykernel>=6.29,<8", "nbclient>=0.10,<0.12", "nbformat>=5.10,<6"],
         "tpu": ["jax[tpu]>=0.10,<0.13"],
         "cuda12": ["jax[cuda12]>=0.10,<0.13"],

@@ -20,13 +20,13 @@ RATES = {"sgd": 0.05, "adam": 1e-3}
 # Argument -> default. Zero means "as the data or the optimizer say".
 ARGS = {
     "data": "mnist",  # mnist | wine-red (red or white) | wine-quality (quality of at least 6)
-    "preset": "kaiming_normal",
+    "preset": "kaiming_normal",  # the initializer of every matrix
     "std": 0.0,  # of every matrix, in place of the preset's
     "gamma": 1.0,  # read by preset fan_in, σ = fan_in^(−γ), and by rules
-    "optimizer": "sgd",
-    "lr": 0.0,
-    "epochs": 0,
-    "seed": 0,
+    "optimizer": "sgd",  # sgd | adam
+    "lr": 0.0,  # of every step
+    "epochs": 0,  # passes over the training examples
+    "seed": 0,  # of the draw, the order and the split
     "path": "",  # a folder of `gammalm data prepare`; empty: the cache, fetched if need be
 }
 
@@ -47,23 +47,23 @@ def get_config(arg: str = "") -> ConfigDict:
     c.model.biases = True  # they start at 0
 
     c.init = ConfigDict()
-    c.init.preset = args.preset
-    c.init.gamma = args.gamma
+    c.init.preset = args.preset  # of every matrix (docs/initializers.md); rules come first
+    c.init.gamma = args.gamma  # read by preset fan_in, σ = fan_in^(−γ), and by rules
     c.init.truncate = 0.0  # in standard deviations; 0: untruncated
     c.init.rules = (f"kernel=fixed_std(std={args.std!r})",) if args.std else ()  # "pattern=initializer", before the preset
 
     c.data = ConfigDict()
-    c.data.name = args.data
-    c.data.path = args.path
+    c.data.name = args.data  # mnist | wine-red | wine-quality
+    c.data.path = args.path  # folder of `gammalm data prepare`; empty: the cache, fetched if need be
     c.data.standardize = True  # inputs of mean 0 and variance 1 over the training examples: each feature, or all pixels together
 
     c.batch = ConfigDict()
-    c.batch.examples = BATCH[args.data]
+    c.batch.examples = BATCH[args.data]  # of one optimizer step
 
     c.optimizer = ConfigDict()
     c.optimizer.kind = args.optimizer  # sgd (plain) | adam (optax's defaults)
-    c.optimizer.learning_rate = args.lr or RATES[args.optimizer]
+    c.optimizer.learning_rate = args.lr or RATES[args.optimizer]  # of every step
 
     c.train = ConfigDict()
-    c.train.epochs = args.epochs or EPOCHS[args.data]
+    c.train.epochs = args.epochs or EPOCHS[args.data]  # passes over the training examples
     return c.lock()

@@ -103,7 +103,8 @@ def _convert(value: Any, like: Any, what: str) -> Any:
             raise TypeError
         return _finite(value) if kind is float else value
     except (ValueError, KeyError, TypeError, OverflowError):
-        raise ConfigError(f"{what}={value!r} is not {_EXPECTED[kind]}.") from None
+        nothing = " Nothing is ever None: 0 stands for it." if kind in (int, float) and str(value).lower() in ("none", "null") else ""
+        raise ConfigError(f"{what}={value!r} is not {_EXPECTED[kind]}.{nothing}") from None
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -203,7 +204,9 @@ def call(spec: str, function: str) -> Any:
     module = load_module(spec)
     file = Path(module.__file__)
     if not callable(getattr(module, function, None)):
-        raise ConfigError(f"{file} defines no {function}(arg); add it, or name another file.")
+        other, kind = {"get_config": ("get_grid", "a grid: gammalm grid"), "get_grid": ("get_config", "one run: gammalm train")}[function]
+        hint = f"it describes {kind} takes it" if hasattr(module, other) else "add it, or name another file"
+        raise ConfigError(f"{file} defines no {function}(arg); {hint}.")
     return _guard(file, getattr(module, function), spec.partition(":")[2])
 
 
@@ -260,7 +263,7 @@ LATER = {
     "model.softmax_sink": "none", "monitor.kinds": (), "monitor.points": 24, "optimizer.kind": "adamw",
     "init.base_width": 256, "model.norm": "rms", "model.residual": "pre", "model.positions": "rope",
     "downstream.tasks": (), "downstream.steps": (), "downstream.limit": 0, "downstream.offline": False,
-    "downstream.include": "",
+    "downstream.include": "", "train.tracker": "none",
 }  # fmt: skip
 
 

@@ -103,6 +103,7 @@ RULES: dict[str, Check] = {
     "train.checkpoint_every": _whole(1),
     "train.checkpoints_kept": _whole(1),
     "train.stall_timeout": _NOT_NEGATIVE,
+    "train.tracker": _one_of("none", "wandb"),
     "train.spike": _one_of("off", "skip", "rollback"),
     "train.spike_window": _whole(2),
     "train.spike_sigma": _POSITIVE,

@@ -7,10 +7,11 @@ import errno
 import json
 import os
 import secrets
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from gammalm.errors import DataError
+from gammalm.errors import ConfigError, DataError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # errno of a write for which there is no room, on the disk or in the user's share
 
@@ -22,6 +23,21 @@ def sync_folder(path: str | os.PathLike) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_folder(path: str | os.PathLike) -> None:
+    """Makes the folder of a run, with those above it, and proves that files can be made in it.
+
+    Raises ConfigError; OSError where the disk is full.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise
+        raise ConfigError(f"No file can be made in {path} ({error.strerror}). Choose a --workdir that you may write to.") from error
 
 
 def write_text_atomic(path: str | os.PathLike, text: str) -> None:

@@ -60,9 +60,9 @@ newest_version="$("$newest" -c 'import sys; print("%d.%d" % sys.version_info[:2]
 parity=.venv-parity
 if [ "$newest_version" = 3.11 ]; then
     parity=.venv-test
-    environment .venv-test "$newest" test,parity,eval || { parity="" && environment .venv-test "$newest" test; }
+    environment .venv-test "$newest" test,docs,notebooks,parity,eval || { parity="" && environment .venv-test "$newest" test,docs,notebooks; }
 else
-    environment .venv-test "$newest" test
+    environment .venv-test "$newest" test,docs,notebooks
 fi
 
 compiler_for_tpus() { # of the version that the extra `plan` names

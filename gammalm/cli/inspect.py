@@ -1,52 +1,109 @@
-"""`gammalm inspect`: what a config builds, without training it: its parameters, and how each of them is initialized."""
+"""`gammalm inspect`: any model's initialization and weights, what to expect and what to change; and what a config of ours builds."""
 
 import argparse
 import json
+from pathlib import Path
 
 from gammalm.cli.options import add_config, config_from
+from gammalm.cli.subject import split_step
 from gammalm.config import to_dict
+from gammalm.errors import ConfigError
+
+EXAMPLES = """examples:
+  gammalm inspect runs/tiny:300 --html tiny.html
+  gammalm inspect models/llama-7b --ranks some --json
+  gammalm inspect models/llama-7b/config.json
+  gammalm inspect --config lm:size=125m,gamma=1.0 --init-table
+"""
 
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "inspect",
-        help="a config's parameters and how each is initialized",
-        description="Print the size of the model that a config describes and, with --init-table, how every parameter is initialized: "
-        "sigma = base ** -gamma is the standard deviation it is drawn with.",
-        epilog="Example: gammalm inspect --config lm:size=125m,gamma=1.0 --init-table",
+        help="what any model's files say of its initialization, its weights, and what to change",
+        description="Per matrix and layer: fan-in, std, effective gamma (std = fan_in ** -gamma), stable rank, share near zero. Beside "
+        "them the declared initialization, epsilon against the variance at each norm, predicted residual flow, risk of sinks, whether "
+        "weights look fresh or trained, and advice. Weights are read matrix by matrix, nothing of the folder is run, and pickles are never "
+        "opened.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_config(parser)
-    parser.add_argument("--init-table", action="store_true", help="shape, fan-in, gamma, sigma and initializer of every parameter")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL",
+        help="a run (WORKDIR or WORKDIR:STEP), a folder of Hugging Face transformers or its config.json alone, a .safetensors file, or an "
+        "Orbax folder",
+    )  # fmt: skip
+    add_config(parser, required=False)
+    parser.add_argument("--init-table", action="store_true", help="of a --config: fan-in, gamma, sigma and initializer of every parameter")
+    parser.add_argument("--matrices", action="store_true", help="a line for every matrix")
+    parser.add_argument(
+        "--ranks", default="auto", choices=("auto", "all", "some", "none"),
+        help="whose stable rank is computed; some: of five layers. Default: all up to 10^9 weights, then some",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures there too")
 
 
 def run(args: argparse.Namespace) -> int:
+    if (args.model is None) == (args.config is None):
+        raise ConfigError("gammalm inspect takes a MODEL or a --config, one of them.")
+    if args.config is None and (args.overrides or args.init_table):
+        given = f"--config.{args.overrides[0][0]}" if args.overrides else "--init-table"
+        raise ConfigError(f"{given} is of a --config, and {args.model} has its own.")
+    if args.html is not None and not args.html.parent.is_dir():  # before minutes of reading
+        raise ConfigError(f"--html {args.html} cannot be written: {args.html.parent} is no folder. Name a file in a folder that exists.")
+    lines = []
+    if args.config is None:
+        from gammalm.inspection import inspect_model
+
+        path, step = (args.model, None) if Path(args.model).exists() else split_step(args.model)
+        found = inspect_model(path, step=step, ranks=args.ranks, quiet=False)
+    else:
+        found, lines = _of_config(args)
+    if args.html is not None:
+        _write_page(args.html, found)
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    from gammalm.inspection import text_of
+
+    print("\n".join([*lines, text_of(found, each=args.matrices)]))
+    return 0
+
+
+def _write_page(file: Path, found: dict) -> None:
+    from gammalm.files import write_text_atomic
+    from gammalm.inspection import page_of
+
+    try:
+        write_text_atomic(file, page_of(found))
+    except (IsADirectoryError, PermissionError) as error:
+        raise ConfigError(f"--html {file} cannot be written ({error.strerror}). Name a file that may be written.") from error
+
+
+def _of_config(args: argparse.Namespace) -> tuple[dict, list[str]]:
+    """(figures, lines on what is built and drawn) of a config of ours."""
     config = config_from(args)
     m = config.model
 
     from gammalm.initializers import format_table, init_table
+    from gammalm.inspection import inspect_config
     from gammalm.models.decoder import Model
 
     model = Model(m)
-    specs, total, active = model.specs, model.parameter_count, model.active_parameter_count
-    table = init_table(specs, config.init, d_model=m.d_model, n_layers=m.n_layers) if args.init_table else None
-    if args.json:
-        found = {"config": to_dict(config), "parameters": {"total": total, "active": active}}
-        print(json.dumps(found | ({"init_table": table} if args.init_table else {})))
-        return 0
-    print(
+    lines = [
         f"{describe_parameters(model)}: {m.n_layers} layers, width {m.d_model}, {_attention(m)}, {_ffn(m)}, "
-        f"vocabulary {m.vocab_size} ({'tied' if m.tie_embeddings else 'untied'} head), gate {m.gate}, {_norms(m)}"
-    )
-    print(
+        f"vocabulary {m.vocab_size} ({'tied' if m.tie_embeddings else 'untied'} head), gate {m.gate}, {_norms(m)}",
         f"{config.train.steps:,} steps of {config.batch.sequences} x {config.data.seq_len} tokens "
         f"= {config.train.steps * config.batch.sequences * config.data.seq_len:,} tokens; "
-        f"init {config.init.preset}, gamma {config.init.gamma:g}, seed {config.seed}"
-    )
+        f"init {config.init.preset}, gamma {config.init.gamma:g}, seed {config.seed}",
+        "",
+    ]
+    found = inspect_config(config, args.config) | {"config": to_dict(config)}
     if args.init_table:
-        print()
-        print(format_table(table), end="")
-    return 0
+        found["init_table"] = init_table(model.specs, config.init, d_model=m.d_model, n_layers=m.n_layers)
+        lines.append(format_table(found["init_table"]))
+    return found, lines
 
 
 def describe_parameters(model) -> str:

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,14 +34,25 @@ def together(args: argparse.Namespace) -> Iterator:
 def keep_compiled() -> None:
     """Compiled programs stay in $GAMMALM_CACHE or ~/.cache/gammalm, unless JAX_COMPILATION_CACHE_DIR names another.
 
-    Those of small models compile in less than a second, which JAX by itself would not keep.
+    Those of small models compile in less than a second, which JAX by itself would not keep. Where the folder cannot be written none is,
+    which is said.
     """
     import jax
 
     if not os.environ.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT)
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", str(compiled_folder()))
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    folder = compiled_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if writable:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    else:
+        print(f"compiled programs cannot be kept in {folder}: every start compiles. GAMMALM_CACHE names another folder.", file=sys.stderr)
 
 
 def compiled_folder() -> Path:

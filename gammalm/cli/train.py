@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from gammalm.cli.inspect import describe_parameters
-from gammalm.cli.options import add_config, config_from
+from gammalm.cli.options import PREFIX, add_config, config_from
 from gammalm.cli.together import add_processes, together
+from gammalm.config import leaves, to_dict
 from gammalm.errors import ConfigError
 from gammalm.memory import keep_freed_memory
 
@@ -21,7 +22,11 @@ def add_parser(subparsers) -> None:
         epilog="Example: gammalm train --config lm:size=tiny,gamma=1.0,steps=200 --workdir runs/tiny",
     )
     add_config(parser)
-    parser.add_argument("--workdir", required=True, type=Path, help="folder for checkpoints, metrics and the config")
+    parser.add_argument("--workdir", type=Path, help="folder for checkpoints, metrics and the config")
+    parser.add_argument(
+        "--print-config", action="store_true",
+        help="print every value of the config and end; with --json as a file that --config takes (save it as NAME.json)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--profile", metavar="A:B", help="trace steps A to B into the workdir's profile/, for XProf or TensorBoard")
     add_processes(parser)
@@ -30,6 +35,11 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     keep_freed_memory()
     config = config_from(args)
+    if args.print_config:
+        print(json.dumps(to_dict(config), indent=1, ensure_ascii=False) if args.json else describe_config(config, args))
+        return 0
+    if args.workdir is None:
+        raise ConfigError("gammalm train needs --workdir W, the folder for its checkpoints and metrics (or --print-config).")
     profile = args.profile and parse_range(args.profile, config.train.steps)
     if config.downstream.tasks:
         from gammalm.experiments.downstream import check_tasks
@@ -37,6 +47,17 @@ def run(args: argparse.Namespace) -> int:
         check_tasks([config])
     with together(args) as notice:
         return _train(args, config, notice, profile)
+
+
+def describe_config(config, args: argparse.Namespace) -> str:
+    """Every leaf as `name = value`, a group to a paragraph; those that the command line set singly say so."""
+    given, lines, group = {name for name, _ in args.overrides}, [f"# {args.config}"], ""
+    for name, value in leaves(config).items():
+        if group not in ("", name.partition(".")[0]):
+            lines.append("")
+        group = name.partition(".")[0]
+        lines.append(f"{name} = {value!r}" + (f"  # {PREFIX}{name}" if name in given else ""))
+    return "\n".join(lines)
 
 
 def parse_range(text: str, steps: int) -> tuple[int, int]:

@@ -244,7 +244,8 @@ def _run(command: list[str], folder: Path, stop: threading.Event) -> str:
     if process.returncode == 0:
         return ""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    telling = next(
+    broken = next((line for line in lines if "connection broken by" in line), "")  # pip then ends with "No matching distribution found"
+    telling = broken.partition("connection broken by ")[2] or next(
         (line for line in reversed(lines) if line.lower().startswith(("error", "e:", "npm err", "npm error"))), lines[-1] if lines else ""
     )
     client = "pip" if "pip" in command else command[0]

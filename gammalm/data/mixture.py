@@ -31,7 +31,7 @@ def group_weights(mixture: str, tokens: dict[str, int]) -> dict[str, float]:
         if not weights:
             raise DataError(
                 f"Mixture {mixture!r} is made of {', '.join(NAMED[mixture])}, and the corpus has {', '.join(domains)}. "
-                f"Use natural, or weights as in {next(iter(domains))}:1."
+                f"Set data.mixture to natural (lm:mixture=natural), or to weights as in {next(iter(domains))}:1."
             )
     else:
         weights = _parse(mixture, domains, tokens)

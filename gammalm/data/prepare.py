@@ -280,7 +280,8 @@ def _read(tasks, folder: Path, buckets: int, screen: Path | None, run, quiet: bo
         if problems := [f"{task.name}: {part.problem}" for task, part in zip(tasks, found, strict=True) if part.problem]:
             raise DataError(f"No source can be used. {'; '.join(problems)}.")
         reasons = ", ".join(f"{n} {reason}" for reason, n in whole.skipped.items()) or "there are none"
-        raise DataError(f'No usable document in {", ".join(t.name for t in tasks)}: {reasons}. Text is expected under the key "text".')
+        where = ", ".join(t.name for t in tasks)
+        raise DataError(f'No usable document in {where}: {reasons}. Text is expected as UTF-8, under the key "text".')
     return found
 
 

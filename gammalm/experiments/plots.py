@@ -71,10 +71,16 @@ def markers(gammas: Sequence[float]) -> dict[float, str]:
 
 @styled
 def save(figure: Figure, folder: Path, name: str) -> str:
-    """Writes `folder`/name.png and gives the figure as inline SVG, its ids made unique by `name`."""
+    """Writes `folder`/name.png and gives the figure as `inline` does."""
     temporary = folder / f".{name}.png.tmp"
     figure.savefig(temporary, format="png", dpi=160)
     os.replace(temporary, folder / f"{name}.png")
+    return inline(figure, name)
+
+
+@styled
+def inline(figure: Figure, name: str) -> str:
+    """The figure as inline SVG for a page, its ids made unique by `name`."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

@@ -17,14 +17,14 @@ from typing import Any
 
 from gammalm.errors import ConfigError
 from gammalm.experiments.grid import Cell, Grid
-from gammalm.files import append_jsonl, write_json_atomic
+from gammalm.files import append_jsonl, make_folder, write_json_atomic
 
 AXES = ("gamma", "lr", "seed")  # labels the statistics treat as numbers; all the others name a group of cells
 
 
 def record_grid(grid: Grid, workdir: Path) -> None:
-    """Writes grid.json into `workdir`, which is made. Raises ConfigError where it holds another grid."""
-    workdir.mkdir(parents=True, exist_ok=True)
+    """Writes grid.json into `workdir`, which is made. Raises ConfigError where it cannot be written or holds another grid."""
+    make_folder(workdir)
     file, data = workdir / "grid.json", json.loads(json.dumps(grid.to_json()))
     if file.exists() and json.loads(file.read_text(encoding="utf-8")) != data:
         raise ConfigError(f"{file} is of another grid, or of this one with other arguments. Choose another --workdir.")
@@ -91,20 +91,20 @@ class Run:
     def metrics(self) -> dict[str, list[dict]]:
         """{"train": rows, "validation": rows} by step. Steps that a resumed run took twice count once, as taken last."""
         return {"train": [], "validation": []} | {
-            kind: rows for kind, rows in _by_kind(self.folder / "metrics.jsonl").items() if kind in ("train", "validation")
+            kind: rows for kind, rows in by_kind(self.folder / "metrics.jsonl").items() if kind in ("train", "validation")
         }
 
     @cached_property
     def monitors(self) -> dict[str, list[dict]]:
         """What was measured while it trained, {kind: rows by step}; nothing where config.monitor.kinds is empty."""
-        return _by_kind(self.folder / "monitors.jsonl")
+        return by_kind(self.folder / "monitors.jsonl")
 
     def file(self, name: str) -> Any:
         """The parsed JSON file `name` of the cell's folder; None when missing or damaged."""
-        return _json(self.folder / name)
+        return read_json(self.folder / name)
 
 
-def _by_kind(path: Path) -> dict[str, list[dict]]:
+def by_kind(path: Path) -> dict[str, list[dict]]:
     """The rows of a JSON-lines file by kind, in the order of their steps; of those of one kind and step the last."""
     last = {(row["kind"], row["step"]): row for row in read_rows(path)[0] if "kind" in row and "step" in row}
     found: dict[str, list[dict]] = {}
@@ -130,7 +130,7 @@ class Study:
 def read_study(workdir: str | os.PathLike) -> Study:
     """Everything the report needs from a grid's workdir. Raises ConfigError when there is no readable grid.json in it."""
     workdir = Path(workdir)
-    data = _json(workdir / "grid.json")
+    data = read_json(workdir / "grid.json")
     if data is None:
         raise ConfigError(f"{workdir}: no readable grid.json, so no grid was run here. Give the --workdir of `gammalm grid`.")
     grid = Grid.from_json(data)
@@ -147,7 +147,7 @@ def read_study(workdir: str | os.PathLike) -> Study:
 
 def _run(workdir: Path, cell: Cell, row: Mapping) -> Run:
     folder = workdir / "cells" / cell.name
-    config = _json(folder / "config.json") or {}
+    config = read_json(folder / "config.json") or {}
     labels = dict(cell.labels)
     gamma = labels.get("gamma", config.get("init", {}).get("gamma"))
     rate = labels.get("lr", config.get("optimizer", {}).get("learning_rate"))
@@ -162,7 +162,8 @@ def group_name(labels: Mapping, nothing: str = "all runs") -> str:
     return " · ".join(parts) or nothing
 
 
-def _json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """The parsed file; None where it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -78,12 +78,17 @@ def parse_rule(text: str, init_config, where: str) -> Rule:
         raise ConfigError(f"{where}: {text!r} is no rule; write PATTERN=INITIALIZER or PATTERN[LAYERS]=INITIALIZER, "
                           "such as layers/attn/q[0:6]=gamma_normal(gamma=0.75).")
     where = f"{where} ({text})"
-    try:
-        pattern = re.compile(rf"(?:.*/)?(?:{match['pattern']})(?:/.*)?")
-    except re.error as error:
-        raise ConfigError(f"{where}: {match['pattern']!r} is no regular expression: {error}.") from None
+    pattern = path_pattern(match["pattern"], where)
     name, args, kwargs = _parse_call(match["call"], where)
     return Rule(text, pattern, _parse_layers(match["layers"]), build(name, args, kwargs, init_config, where))
+
+
+def path_pattern(text: str, where: str) -> re.Pattern:
+    """What covers whole components of a '/'-path, anywhere in it: to be matched in full. ConfigError, begun by `where`, for bad syntax."""
+    try:
+        return re.compile(rf"(?:.*/)?(?:{text})(?:/.*)?")
+    except re.error as error:
+        raise ConfigError(f"{where}: {text!r} is no regular expression: {error}.") from None
 
 
 def _parse_call(text: str, where: str) -> tuple[str, tuple, dict]:

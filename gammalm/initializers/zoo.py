@@ -75,22 +75,30 @@ class Initializer:
         dtype = jnp.float32 if dtype is None else dtype
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ConfigError(f"{self.text}: weights are real numbers, not {jnp.dtype(dtype).name}.")
-        fan_in = fan_out = None
-        in_dims, out_dims, batch_dims = (), (), ()
-        if len(shape) >= 2:
-            in_dims, out_dims, batch_dims = (self._dims(axes, shape) for axes in (self.in_axis, self.out_axis, self.batch_axis))
-            if len({*in_dims, *out_dims, *batch_dims}) < len(in_dims) + len(out_dims) + len(batch_dims):
-                raise ConfigError(f"{self.text}: in_axis, out_axis and batch_axis overlap on shape {shape}.")
-            # math.prod of the rest is what jax.nn.initializers calls the receptive field: it counts in both fans.
-            per_matrix = math.prod(size for i, size in enumerate(shape) if i not in batch_dims)
-            fan_in = per_matrix // max(1, math.prod(shape[i] for i in out_dims))
-            fan_out = per_matrix // max(1, math.prod(shape[i] for i in in_dims))
-            if self.draw.distribution == "orthogonal":  # a matrix of (window × inputs) rows and just the outputs as columns
-                fan_out = math.prod(shape[i] for i in out_dims)
+        fan_in, fan_out, out_dims, batch_dims = self._matrix(shape)
         std = self.std(fan_in, fan_out)
         if self.draw.distribution == "constant":
             return self.draw.sample(key, shape, (), ()).astype(dtype)
         return (self.draw.sample(key, shape, batch_dims, out_dims) * std).astype(dtype)
+
+    def fans(self, shape: Sequence[int]) -> tuple[int | None, int | None]:
+        """(fan-in, fan-out) of weights of `shape`; None for a vector. Raises ConfigError where the axes do not describe the shape."""
+        return self._matrix(tuple(shape))[:2]
+
+    def _matrix(self, shape: tuple[int, ...]) -> tuple[int | None, int | None, tuple[int, ...], tuple[int, ...]]:
+        """(fan-in, fan-out, dimensions of the output, dimensions that count copies)."""
+        if len(shape) < 2:
+            return None, None, (), ()
+        in_dims, out_dims, batch_dims = (self._dims(axes, shape) for axes in (self.in_axis, self.out_axis, self.batch_axis))
+        if len({*in_dims, *out_dims, *batch_dims}) < len(in_dims) + len(out_dims) + len(batch_dims):
+            raise ConfigError(f"{self.text}: in_axis, out_axis and batch_axis overlap on shape {shape}.")
+        # math.prod of the rest is what jax.nn.initializers calls the receptive field: it counts in both fans.
+        per_matrix = math.prod(size for i, size in enumerate(shape) if i not in batch_dims)
+        fan_in = per_matrix // max(1, math.prod(shape[i] for i in out_dims))
+        fan_out = per_matrix // max(1, math.prod(shape[i] for i in in_dims))
+        if self.draw.distribution == "orthogonal":  # a matrix of (window × inputs) rows and just the outputs as columns
+            fan_out = math.prod(shape[i] for i in out_dims)
+        return fan_in, fan_out, out_dims, batch_dims
 
     def _dims(self, axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
         axes = (axes,) if isinstance(axes, int) else tuple(axes)

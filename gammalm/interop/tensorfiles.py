@@ -93,7 +93,7 @@ class Tensors:
 
         self.folder, self.where = folder, {}
         self._files = []
-        for name in _files(folder):
+        for name in tensor_files(folder):
             try:
                 file = safe_open(folder / name, framework="numpy")
             except (OSError, SafetensorError) as error:
@@ -122,7 +122,7 @@ class Tensors:
         return self.where[name].get_tensor(name)
 
 
-def _files(folder: Path) -> list[str]:
+def tensor_files(folder: Path) -> list[str]:
     """Names of the safetensors files of the checkpoint in `folder`; the single file where there is an index too, as transformers does."""
     if (folder / SINGLE).is_file():
         return [SINGLE]

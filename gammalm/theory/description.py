@@ -10,6 +10,9 @@ from collections.abc import Mapping
 
 from gammalm.errors import ConfigError
 
+GATED = {"swiglu": "silu", "geglu": "gelu_tanh"}  # feed-forward layers of three matrices -> the activation of their gate
+NORMS = ("pre", "sandwich", "post")
+
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
@@ -43,14 +46,14 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """down(silu(gate x) · up x) of this width; `activation` other than "swiglu": down(φ(up x)), φ of activations.py."""
+    """down(silu(gate x) · up x) of this width; "geglu": with GELU; any other `activation`: down(φ(up x)), φ of activations.py."""
 
     width: int
     activation: str = "swiglu"
 
     def matrices(self) -> dict[str, int]:
         """Name -> fan-in, 0 for d."""
-        return ({"gate": 0} if self.activation == "swiglu" else {}) | {"up": 0, "down": self.width}
+        return ({"gate": 0} if self.activation in GATED else {}) | {"up": 0, "down": self.width}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +80,18 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Layers of one kind, one after another; `gate` is none | headwise | elementwise."""
+    """Layers of one kind, one after another; `gate` is none | headwise | elementwise.
+
+    norms: before each branch (pre), before and behind it (sandwich: Gemma 2), or behind it alone (post: OLMo 2); the stream itself passes
+    by. parallel: both branches read the same stream (GPT-NeoX).
+    """
 
     depth: int
     attention: Heads | Latent
     ffn: Dense | Mixture
     gate: str = "none"
+    norms: str = "pre"
+    parallel: bool = False
 
     def matrices(self) -> dict[str, int]:
         """Name -> fan-in of every matrix of a layer, 0 for d."""
@@ -93,7 +102,7 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A pre-norm decoder before its first step. `stds` has one dict per stack.
+    """A decoder before its first step. `stds` has one dict per stack.
 
     embed and head: std of the token table and of the output matrix; head None: the table is the output matrix too. ConfigError where a
     std is missing or unknown.
@@ -115,6 +124,8 @@ class Decoder:
         for stack, stds in zip(self.stacks, self.stds, strict=True):
             if stack.gate not in ("none", "headwise", "elementwise"):
                 raise ConfigError(f"theory: gate={stack.gate!r} is none of none, headwise, elementwise.")
+            if stack.norms not in NORMS or stack.norms != self.stacks[0].norms:
+                raise ConfigError(f"theory: norms={stack.norms!r} is none of {', '.join(NORMS)}, the same in all stacks.")
             if isinstance(stack.ffn, Mixture) and stack.ffn.score not in ("sigmoid", "softmax"):
                 raise ConfigError(f"theory: score={stack.ffn.score!r} is none of sigmoid, softmax.")
             if set(stds) != set(stack.matrices()):

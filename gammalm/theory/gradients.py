@@ -14,7 +14,7 @@ import numpy as np
 
 from gammalm.errors import ConfigError
 from gammalm.theory.activations import covariance_kernel, slope_kernel
-from gammalm.theory.description import Decoder, Dense, Latent, Mixture, Stack
+from gammalm.theory.description import GATED, Decoder, Dense, Latent, Mixture, Stack
 from gammalm.theory.mixing import normed
 from gammalm.theory.recursion import attention_covariance, dense_covariance
 
@@ -26,6 +26,8 @@ def stream_gradients(decoder: Decoder, tokens, targets) -> np.ndarray:
     """
     if any(isinstance(stack.ffn, Mixture) for stack in decoder.stacks):
         raise ConfigError("theory: gradients are predicted for dense feed-forward layers, not for a mixture of experts.")
+    if any(stack.norms != "pre" or stack.parallel for stack in decoder.stacks):
+        raise ConfigError("theory: gradients are predicted for pre-norm layers whose branches follow each other.")
     tokens_T, targets_T = np.asarray(tokens), np.asarray(targets)
     if tokens_T.ndim != 1 or tokens_T.shape != targets_T.shape:
         raise ConfigError(f"theory: tokens and targets must be [T] alike, not {tokens_T.shape} and {targets_T.shape}.")
@@ -86,11 +88,12 @@ def _dense(ffn: Dense, std, C_TT, G_TT, d):
     """Gradient by a feed-forward layer's input of covariance C."""
     inner_TT = ffn.width * d * jnp.square(std["ffn/down"]) * G_TT
     up2 = jnp.square(std["ffn/up"])
-    if ffn.activation != "swiglu":
+    if ffn.activation not in GATED:
         return inner_TT * up2 * slope_kernel(ffn.activation, d * up2 * C_TT)
     gate2 = jnp.square(std["ffn/gate"])
     gate_TT, up_TT = d * gate2 * C_TT, d * up2 * C_TT
-    return inner_TT * (up2 * covariance_kernel("silu", gate_TT) + gate2 * up_TT * slope_kernel("silu", gate_TT))
+    phi = GATED[ffn.activation]
+    return inner_TT * (up2 * covariance_kernel(phi, gate_TT) + gate2 * up_TT * slope_kernel(phi, gate_TT))
 
 
 def _attention(stack: Stack, std, C_TT, G_TT, A_TS, d, eps):

@@ -60,30 +60,32 @@ def even_mixing(covariance_TT, start_T):
     return running_mean(running_mean(covariance_TT).T).T
 
 
-def attended(attention: Heads | Latent, std: dict, covariance_TT, eps, start_T, *, d: int, theta: float, key, heads: int):
+def attended(attention: Heads | Latent, std: dict, covariance_TT, eps, start_T, *, d: int, theta: float, key, heads: int,
+             bare: bool = False):  # fmt: skip
     """Covariance of an attention branch's heads before gate and output matrix, per channel of a head, by the stds of one layer.
 
-    heads: how many to draw; 0: weights are even. covariance: of the stream that enters the norm.
+    heads: how many to draw; 0: weights are even. covariance: of the stream that enters the norm; `bare`: that is read without a norm.
     """
     latent = isinstance(attention, Latent)
     if not heads:
-        read_TT = normed(covariance_TT, eps)
+        read_TT = covariance_TT if bare else normed(covariance_TT, eps)
         if latent:
             read_TT = narrow_normed(d * jnp.square(std["attn/kv_down"]) * read_TT, eps, attention.kv_rank)
         mixed_TT = even_mixing(read_TT, start_T)
     else:
         draw = _latent_head if latent else _head
-        mixed_TT = _mean_over_heads(draw, attention, std, covariance_TT, eps, start_T, d, theta, key, heads)
+        mixed_TT = _mean_over_heads(draw, attention, std, covariance_TT, eps, start_T, d, theta, key, heads, bare)
     return mixed_TT * (attention.kv_rank * jnp.square(std["attn/v_up"]) if latent else d * jnp.square(std["attn/v"]))
 
 
-def _mean_over_heads(draw, attention, std, covariance_TT, eps, start_T, d, theta, key, heads):
+def _mean_over_heads(draw, attention, std, covariance_TT, eps, start_T, d, theta, key, heads, bare):
     T = covariance_TT.shape[0]
     stream_key, heads_key = jax.random.split(key)
     scale_T = jax.lax.rsqrt(jnp.diagonal(covariance_TT))
     correlation_TT = covariance_TT * scale_T[:, None] * scale_T[None, :]
     factor_TT = jnp.linalg.cholesky((correlation_TT + JITTER * jnp.eye(T)) / (1 + JITTER), symmetrize_input=False)
-    n_TD = _rms(factor_TT @ jax.random.normal(stream_key, (T, d)) / scale_T[:, None], eps)
+    stream_TD = factor_TT @ jax.random.normal(stream_key, (T, d)) / scale_T[:, None]
+    n_TD = stream_TD if bare else _rms(stream_TD, eps)
     here_T = jnp.arange(T)
     visible_TS = (here_T[None, :] <= here_T[:, None]) & (here_T[None, :] >= start_T[:, None])
     rotate = functools.partial(_rotate, positions_T=here_T - start_T, theta=theta)

@@ -15,7 +15,7 @@ import numpy as np
 
 from gammalm.errors import ConfigError
 from gammalm.theory.activations import correlation, covariance_kernel, hermite_amplitudes, power_kernel, second_moment
-from gammalm.theory.description import Decoder, Dense, Latent, Mixture, Stack
+from gammalm.theory.description import GATED, Decoder, Dense, Latent, Mixture, Stack
 from gammalm.theory.mixing import attended, normed, samples_heads
 from gammalm.theory.routing import look_up, shared_gates
 
@@ -24,13 +24,14 @@ from gammalm.theory.routing import look_up, shared_gates
 class Prediction:
     """Mean squares per channel, averaged over tokens, float64; [L] arrays count the layers of all stacks.
 
-    embed: of the embedding. attn_in, ffn_in [L]: of the stream that enters each branch's norm. attn_added, ffn_added [L]: of what the
-    branch adds. final: of the stream after the last block. final_T [T]: the same by position. latents: of what enters MLA's norms, by
-    name, [L]. logit_std: root mean square of the logits over tokens and vocabulary. own_logit: mean logit of the token itself; 0 unless the
-    head is the table.
+    norms: where they stand (description.Stack). embed: of the embedding. attn_in, ffn_in [L]: of the stream that each branch reads.
+    attn_added, ffn_added [L]: of what the branch adds. final: of the stream after the last block. final_T [T]: the same by position.
+    latents: of what enters MLA's norms, by name, [L]. behind: of what enters the norms behind the branches, by name, [L]. logit_std: root
+    mean square of the logits over tokens and vocabulary. own_logit: mean logit of the token itself; 0 unless the head is the table.
     """
 
     eps: float
+    norms: str
     embed: float
     attn_in: np.ndarray
     attn_added: np.ndarray
@@ -39,6 +40,7 @@ class Prediction:
     final: float
     final_T: np.ndarray
     latents: Mapping[str, np.ndarray]
+    behind: Mapping[str, np.ndarray]
     logit_std: float
     own_logit: float
     log_sum_exp_excess: float  # mean log-sum-exp of the logits − ln V in nats, for a large vocabulary
@@ -58,10 +60,14 @@ class Prediction:
         """The same of each feed-forward branch."""
         return np.sqrt(self.ffn_added / self.ffn_in)
 
+    def norm_inputs(self) -> dict[str, np.ndarray]:
+        """Mean square of what enters every norm, by name: [L], final_norm [1]."""
+        before = {} if self.norms == "post" else {"attn_norm": self.attn_in, "ffn_norm": self.ffn_in}
+        return {**before, **self.latents, **self.behind, "final_norm": np.array([self.final])}
+
     def eps_share(self) -> dict[str, np.ndarray]:
         """ε / mean square at every norm, by name: far below 1 the norm sees the stream, far above it sees ε. [L], final [1]."""
-        variances = {"attn_norm": self.attn_in, "ffn_norm": self.ffn_in, **self.latents, "final_norm": np.array([self.final])}
-        return {name: self.eps / variance for name, variance in variances.items()}
+        return {name: self.eps / variance for name, variance in self.norm_inputs().items()}
 
 
 def predict(decoder: Decoder, tokens, segments=None, *, heads: int | None = None, seed: int = 0) -> Prediction:
@@ -88,7 +94,7 @@ def predict(decoder: Decoder, tokens, segments=None, *, heads: int | None = None
                      d=decoder.d_model, vocab=decoder.vocab_size, theta=decoder.rope_theta, softcap=decoder.softcap)  # fmt: skip
     found = jax.tree.map(lambda x: np.asarray(x, np.float64).mean(axis=0), found)
     scalars = {name: float(found.pop(name)) for name in ("embed", "final", "logit_std", "own_logit", "log_sum_exp_excess")}
-    return Prediction(eps=decoder.eps, **scalars, **found)
+    return Prediction(eps=decoder.eps, norms=decoder.stacks[0].norms, **scalars, **found)
 
 
 def _starts(segments_BT):
@@ -139,10 +145,18 @@ def _mean_variance(K_TT):
 def _layer(K_TT, std, key, *, stack: Stack, eps, start_T, d, theta, heads):
     """The covariance after one layer, and the mean squares that it passes through."""
     attn_TT = attention_covariance(stack, std, K_TT, eps, start_T, d, theta, key, heads)
+    behind = {}
+    if stack.norms != "pre":
+        behind["attn_behind"] = _mean_variance(attn_TT)
+        attn_TT = normed(attn_TT, eps)
     middle_TT = K_TT + attn_TT
-    C_TT = normed(middle_TT, eps)
+    read_TT = K_TT if stack.parallel else middle_TT
+    C_TT = read_TT if stack.norms == "post" else normed(read_TT, eps)
     ffn_TT = _mixture(stack.ffn, std, C_TT, d) if isinstance(stack.ffn, Mixture) else dense_covariance(stack.ffn, std, "ffn/", C_TT, d)
-    pairs = {"attn_in": K_TT, "attn_added": attn_TT, "ffn_in": middle_TT, "ffn_added": ffn_TT}
+    if stack.norms != "pre":
+        behind["ffn_behind"] = _mean_variance(ffn_TT)
+        ffn_TT = normed(ffn_TT, eps)
+    pairs = {"attn_in": K_TT, "attn_added": attn_TT, "ffn_in": read_TT, "ffn_added": ffn_TT}
     measured = {name: _mean_variance(value) for name, value in pairs.items()}
     read = _mean_variance(normed(K_TT, eps))
     latents = {}
@@ -150,22 +164,24 @@ def _layer(K_TT, std, key, *, stack: Stack, eps, start_T, d, theta, heads):
         latents["kv_norm"] = d * jnp.square(std["attn/kv_down"]) * read
         if stack.attention.q_rank:
             latents["q_norm"] = d * jnp.square(std["attn/q_down"]) * read
-    return middle_TT + ffn_TT, measured | {"latents": latents}
+    return middle_TT + ffn_TT, measured | {"latents": latents, "behind": behind}
 
 
 def attention_covariance(stack: Stack, std, K_TT, eps, start_T, d, theta, key, heads):
-    """Covariance of what the attention branch adds."""
-    y_TT = attended(stack.attention, std, K_TT, eps, start_T, d=d, theta=theta, key=key, heads=heads)
+    """Covariance of what the attention branch gives, before a norm behind it."""
+    bare = stack.norms == "post"
+    y_TT = attended(stack.attention, std, K_TT, eps, start_T, d=d, theta=theta, key=key, heads=heads, bare=bare)
     if stack.gate != "none":
-        y_TT *= covariance_kernel("sigmoid", d * jnp.square(std["attn/gate"]) * normed(K_TT, eps))
+        read_TT = K_TT if bare else normed(K_TT, eps)
+        y_TT *= covariance_kernel("sigmoid", d * jnp.square(std["attn/gate"]) * read_TT)
     return stack.attention.matrices()["out"] * jnp.square(std["attn/out"]) * y_TT
 
 
 def dense_covariance(ffn: Dense, std, prefix: str, C_TT, d):
     """Covariance of a feed-forward branch's output for an input of covariance C."""
-    if ffn.activation == "swiglu":
+    if ffn.activation in GATED:
         gate_T, up_T = (d * jnp.square(std[prefix + name]) * jnp.diagonal(C_TT) for name in ("gate", "up"))
-        b_TN = hermite_amplitudes("silu", gate_T) * jnp.sqrt(up_T)[:, None]
+        b_TN = hermite_amplitudes(GATED[ffn.activation], gate_T) * jnp.sqrt(up_T)[:, None]
         b_TN = jnp.concatenate([jnp.zeros_like(b_TN[:, :1]), b_TN], axis=1)  # the other factor is linear: one more power of ρ
         hidden_TT = power_kernel(b_TN, correlation(C_TT), d)
     else:

@@ -92,7 +92,7 @@ class _Group:
         self.pending = None  # (step, metrics) that was dispatched and not read
         self.spike: dict | None = None  # the one to roll back from
         self.profile = Profile(lanes[0].run.workdir / "profile", profile, self.start)
-        self.metrics = [Metrics(lane.run.workdir, self.start) for lane in lanes]
+        self.metrics = [Metrics(lane.run.workdir, self.start, lane.config) for lane in lanes]
         for lane, metrics in zip(lanes, self.metrics, strict=True):
             steps, seconds = goodput.lost_with(metrics.dropped, self.start, lane.tokens(1))
             if steps:

@@ -27,7 +27,7 @@ from gammalm.training.step import SCALARS, init_state, make_step, make_validatio
 MODES = ("single", "map", "vmap")  # one run after another | one program that walks over its cells | one that batches them
 
 # Besides init.* (but for presets that set learning rates): what may differ between runs that train side by side.
-FREE = ("seed", "train.checkpoints_kept", "train.stall_timeout", "train.spike_rollbacks", *MEASURED, *SCALARS)
+FREE = ("seed", "train.checkpoints_kept", "train.stall_timeout", "train.tracker", "train.spike_rollbacks", *MEASURED, *SCALARS)
 
 WEIGHTS = ("params", "buffers")  # of a state: what the model itself is
 

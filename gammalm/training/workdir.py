@@ -16,18 +16,19 @@ import gammalm
 from gammalm.config import from_json, leaves, to_json
 from gammalm.config_checks import MEASURED
 from gammalm.errors import ConfigError
-from gammalm.files import append_jsonl, read_jsonl, write_json_atomic, write_text_atomic
+from gammalm.files import append_jsonl, make_folder, read_jsonl, write_json_atomic, write_text_atomic
 from gammalm.initializers import init_table
 from gammalm.quiet_tf import import_tensorflow
 from gammalm.sharding import processes
 from gammalm.training.load import IMPORTED
+from gammalm.training.trackers import open_tracker, require
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 # Leaves that may change when a run goes on: what is said and kept, where it is computed, how it is rounded. The state has room for all.
 MAY_CHANGE = (
     "data.path", "train.log_every", "train.validate_every", "train.checkpoint_every", "train.checkpoints_kept", "train.stall_timeout",
-    "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", "mesh.tensor", "mesh.dcn_data", "mesh.dcn_fsdp",
+    "train.tracker", "mesh.data", "mesh.fsdp", "mesh.expert", "mesh.context", "mesh.tensor", "mesh.dcn_data", "mesh.dcn_fsdp",
     "model.attention_kernel", "model.moe.backend", "model.dtype", "model.residual_dtype", *MEASURED,
 )  # fmt: skip
 
@@ -57,11 +58,13 @@ def _commit() -> str:
 
 
 def prepare(workdir: Path, config, specs) -> None:
-    """Makes the folder and records config and init table. Raises ConfigError if another config's run is in it.
+    """Makes the folder and records config and init table. Raises ConfigError where it cannot be written, another config's run is in
+    it, or the tracker's package is missing.
 
     An imported model that no step was taken from fixes `model` alone: data, schedule and batch are free. It was not drawn: no init table.
     """
-    workdir.mkdir(parents=True, exist_ok=True)
+    require(config.train.tracker)
+    make_folder(workdir)
     saved, imported = workdir / "config.json", (workdir / IMPORTED).exists()
     begun = (workdir / "checkpoints").exists() or read_jsonl(workdir / "metrics.jsonl")
     if saved.exists() and (begun or imported):
@@ -117,9 +120,9 @@ class Rows:
 
 
 class Metrics(Rows):
-    """metrics.jsonl and TensorBoard of one run."""
+    """metrics.jsonl, TensorBoard and, where its config (None: none) names one, the tracker of one run."""
 
-    def __init__(self, workdir: Path, step: int):
+    def __init__(self, workdir: Path, step: int, config=None):
         super().__init__(workdir / "metrics.jsonl", step)
         self._versions, self._board = workdir / "versions.json", None
         if not processes.leads():
@@ -127,8 +130,11 @@ class Metrics(Rows):
         import_tensorflow()
         from clu import metric_writers
 
+        writers = [metric_writers.SummaryWriter(str(workdir / "tensorboard"))]
+        if config is not None and (tracker := open_tracker(config.train.tracker, workdir, config)):
+            writers.append(tracker)
         # In a thread of its own: the first scalar makes TensorFlow import much of itself.
-        self._board = metric_writers.AsyncWriter(metric_writers.SummaryWriter(str(workdir / "tensorboard")))
+        self._board = metric_writers.AsyncWriter(metric_writers.MultiWriter(writers))
 
     def record_versions(self, step: int) -> None:
         """versions.json says what a run began with; where it goes on with others, a row "resumed" says so."""
@@ -140,7 +146,7 @@ class Metrics(Rows):
             self.write("resumed", step, {"versions": versions()})
 
     def write(self, kind: str, step: int, values: dict) -> None:
-        """Adds one row; numbers go to TensorBoard as `kind/name` too."""
+        """Adds one row; numbers go to TensorBoard and the tracker as `kind/name` too."""
         self.add({"kind": kind, "step": step, **values})
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         by_layer = {name: value for name, value in values.items() if isinstance(value, list)}
@@ -149,7 +155,7 @@ class Metrics(Rows):
         self.show(step, numbers)
 
     def show(self, step: int, numbers: dict[str, float]) -> None:
-        """Numbers for TensorBoard alone."""
+        """Numbers for TensorBoard and the tracker alone."""
         if self._board is not None:
             self._board.write_scalars(step, numbers)
 

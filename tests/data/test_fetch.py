@@ -96,6 +96,14 @@ def test_a_client_that_fails_is_quoted(tmp_path):
     assert fetch([NPM])[NPM].problem == "npm failed with status 7 (npm error network unreachable)"
 
 
+def test_a_proxy_that_refuses_is_the_reason(tmp_path):
+    """pip ends with "No matching distribution found", as if there were no such package."""
+    said = ["WARNING: Retrying (Retry(total=0)) after connection broken by 'ProxyError('Cannot connect to proxy.')': /simple/x/"]
+    said += ["ERROR: Could not find a version that satisfies the requirement x", "ERROR: No matching distribution found for x"]
+    client(tmp_path, "npm", f"print({chr(10).join(said)!r}, file=sys.stderr); sys.exit(1)")
+    assert fetch([NPM])[NPM].problem == "npm failed with status 1 ('ProxyError('Cannot connect to proxy.')': /simple/x/)"
+
+
 def test_a_client_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
     monkeypatch.setattr(fetching, "CLIENT_SECONDS", 0.7)
     client(tmp_path, "npm", f"pid = os.fork()\nif pid: open({str(tmp_path / 'child')!r}, 'w').write(str(pid))\ntime.sleep(60)")

@@ -1,5 +1,6 @@
 """The command line: quick help, refusals before JAX is imported, exit statuses, and `gammalm inspect`."""
 
+import ast
 import errno
 import json
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from gammalm.cli import main as cli
 from gammalm.cli.options import split_overrides
+from gammalm.config import leaves, load_config
 from gammalm.errors import ConfigError, DataError
 
 HEAVY = ("jax", "tensorflow", "grain", "matplotlib", "pyarrow")
@@ -62,7 +64,9 @@ def test_every_subcommand_explains_itself_without_heavy_imports(tmp_path):
         (["--config", "lm:size=tiny,gamma=text"], ["gamma='text'"]),
         (["--config", "lm:size=tiny,steps=10", "--config.optimizer.warmup_steps=20"], ["warmup_steps=20", "train.steps=10"]),
         (["--config", "nothing"], ["no config 'nothing'", "lm"]),
-        (["--config", "lm:size=tiny", "--workdri", "y"], ["--workdri"]),
+        (["--config", "lm:size=tiny", "--workdri", "y"], ["--workdri y; did you mean --workdir?"]),
+        (["--config", "lm:size=tiny", "--optimizer.clip=2"], ["did you mean --config.optimizer.clip?"]),
+        (["--config", "grids/quickstart"], ["a grid: gammalm grid takes it"]),
         (["--config", "lm:size=tiny", "--config.seed"], ["--config.seed needs a value"]),
     ],
 )
@@ -153,3 +157,24 @@ def test_inspect_counts_and_tabulates(capsys):
     assert cli.main(["inspect", "--config", config, "--init-table"]) == 0
     text = capsys.readouterr().out
     assert f"{by_hand - 100 * width:,} parameters" in text and "layers/ffn/down" in text
+
+
+def test_a_config_is_printed_without_jax_and_taken_back(tmp_path):
+    asked = ["--config", "lm:size=tiny,gamma=0.5", "--config.optimizer.clip", "3", "--config.monitor.kinds=sink,flow"]
+    statuses, heavy, text, errors = probe(["train", *asked, "--print-config"], cwd=tmp_path)
+    assert statuses == [0] and heavy == [] and errors == ""
+    config = load_config("lm:size=tiny,gamma=0.5", [("optimizer.clip", "3"), ("monitor.kinds", "sink,flow")])
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    read = {name: ast.literal_eval(value.partition("  #")[0]) for name, _, value in (line.partition(" = ") for line in lines)}
+    assert read == leaves(config)
+    assert sorted(line for line in lines if "  # " in line) == [
+        "monitor.kinds = ('sink', 'flow')  # --config.monitor.kinds", "optimizer.clip = 3.0  # --config.optimizer.clip",
+    ]  # fmt: skip
+
+    statuses, heavy, text, _ = probe(["train", *asked, "--print-config", "--json"], cwd=tmp_path)
+    (tmp_path / "mine.json").write_text(text)
+    assert statuses == [0] and load_config(str(tmp_path / "mine.json")) == config
+    assert probe(["train", "--config", "lm:size=tiny,gamma=-1", "--print-config"], cwd=tmp_path)[0] == [2]
+    statuses, _, _, errors = probe(["train", "--config", "lm:size=tiny"], cwd=tmp_path)
+    assert statuses == [2] and "needs --workdir" in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]

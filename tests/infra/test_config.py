@@ -100,8 +100,48 @@ def test_overrides_take_the_type_of_the_leaf():
 
 
 @pytest.mark.parametrize(
+    "name, text, value",
+    [
+        ("mesh.data", "-1", -1),
+        ("batch.sequences", "8.0", 8),
+        ("optimizer.clip", "3", 3.0),
+        ("optimizer.learning_rate", "-1e-3", -0.001),  # read here, refused by `validate`
+        ("optimizer.learning_rate", " 1_000.5 ", 1000.5),
+        ("model.tie_embeddings", "FALSE", False),
+        ("model.gate", "none", "none"),  # a text like any other
+        ("data.path", "", ""),
+        ("data.path", "a=b:c,d e", "a=b:c,d e"),
+        ("monitor.kinds", "sink", ("sink",)),
+        ("monitor.kinds", "sink, flow", ("sink", "flow")),
+        ("monitor.kinds", "['sink']", ("sink",)),
+        ("monitor.kinds", "()", ()),
+        ("downstream.steps", "0,500", (0, 500)),
+        ("downstream.steps", "7", (7,)),
+        ("init.group_gammas", "1,.5,-1,2e0", (1.0, 0.5, -1.0, 2.0)),
+        ("init.rules", "out=zeros", ("out=zeros",)),
+    ],
+)
+def test_awkward_texts_are_read(name, text, value):
+    found = leaves(load_config("lm:size=tiny", [(name, text)]))[name]
+    assert found == value and type(found) is type(value)
+    assert not isinstance(value, tuple) or list(map(type, found)) == list(map(type, value))
+
+
+@pytest.mark.parametrize(
     "name, value, says",
     [
+        ("optimizer.clip", "None", "is not a finite number. Nothing is ever None: 0 stands for it."),
+        ("train.validate_every", "null", "is not a whole number. Nothing is ever None"),
+        ("optimizer.clip", None, "is not a finite number"),
+        ("optimizer.clip", "", "config.optimizer.clip='' is not a finite number"),
+        ("optimizer.clip", "1,5", "is not a finite number"),
+        ("optimizer.clip", "true", "is not a finite number"),
+        ("optimizer.clip", True, "is not a finite number"),
+        ("seed", "True", "config.seed='True' is not a whole number"),
+        ("model.tie_embeddings", "yes", "is not true or false"),
+        ("model.tie_embeddings", 1, "is not true or false"),
+        ("data.path", None, "is not text"),
+        ("init.group_gammas", "none", "is not a finite number"),
         ("optimizer.learnign_rate", "1", "no 'optimizer.learnign_rate'; did you mean optimizer.learning_rate?"),
         ("learning_rate", "1", "did you mean optimizer.learning_rate?"),
         ("optimiser.clip", "1", "did you mean optimizer.clip?"),
@@ -167,6 +207,13 @@ def test_faults_of_a_config_file(tmp_path):
     assert fault("import json\ndef get_config(arg=''):\n    return json.loads('{')\n").startswith(", line 3: JSONDecodeError")
     assert "defines no get_config(arg)" in fault("x = 1\n")
     assert "must return an ml_collections.ConfigDict" in fault("def get_config(arg=''):\n    return {}\n")
+
+
+def test_a_grid_is_no_config_and_says_so():
+    with pytest.raises(ConfigError, match="get_config.*it describes a grid: gammalm grid takes it"):
+        load_config("grids/quickstart")
+    with pytest.raises(ConfigError, match="get_grid.*it describes one run: gammalm train takes it"):
+        call("lm", "get_grid")
 
 
 @pytest.mark.parametrize("spec", ["lmm", "configs/lmm.py:size=tiny", "/no/such/place.py", "", "."])

@@ -1,7 +1,7 @@
 """The documents say what is so: commands parse with the real command line and their configs hold, files, names and sections exist."""
 
 import ast
-import importlib
+import importlib.util
 import re
 import shlex
 import shutil
@@ -18,38 +18,9 @@ from gammalm.data.mixture import group_weights
 from gammalm.errors import ConfigError
 from gammalm.experiments.grid import load_grid
 
-REPO = Path(__file__).resolve().parents[2]
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+from .docs_pages import MARK, PAGES, REASONS, REPO, anchors, broken_links, code_lines, commands, files_of, marked_commands, python_blocks
+
 OPEN_MIX = {f"{domain}-{lang}": 1 for domain in ("web", "encyclopaedia", "code") for lang in ("en", "zh")} | {"math-en": 1}
-ENVIRONMENT = re.compile(r"([A-Z_]+=\S+ )+")
-
-
-def code_lines(page: Path) -> list[str]:
-    """Lines of code: inside fences, and those that four blanks set apart; a line that ends in a backslash goes on in the next."""
-    lines, fenced = [], False
-    for line in re.sub(r" \\\n\s+", " ", page.read_text("utf-8")).splitlines():
-        if line.startswith("```"):
-            fenced = not fenced
-        elif fenced or line.startswith("    "):
-            lines.append(line.strip())
-    assert not fenced, f"{page.name}: a fence is not closed"
-    return lines
-
-
-def commands(page: Path) -> list[list[str]]:
-    """Words of each command; a remark beside it (after two blanks) is cut off, `[--json]` counts as given."""
-    found = []
-    for line in code_lines(page):
-        line = re.sub(r"\[(--[a-z-]+)\]", r"\1", re.split(r"\s{2,}", ENVIRONMENT.sub("", line, count=1))[0])
-        if re.match(r"(gammalm|(\./)?launch/[a-z_]+\.sh)( |$)", line):
-            found.append(shlex.split(line))
-    return found
-
-
-def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-
-
 ALL = [pytest.param(page, words, id=f"{page.name}: {shlex.join(words)[:100]}") for page in PAGES for words in commands(page)]
 
 
@@ -63,13 +34,11 @@ def test_commands_are_found():
 
 @pytest.fixture
 def beside(tmp_path, monkeypatch):
-    """Works in a folder with the config files that a page writes out: each says its name, `where="decay.py"`."""
+    """Works in a folder with the config files that a page writes out."""
 
     def write(page: Path) -> None:
-        for block in python_blocks(page):
-            name = re.search(r'where="(\w+\.py)"', block)
-            if name:
-                (tmp_path / name[1]).write_text(block)
+        for name, text in files_of(page).items():
+            (tmp_path / name).write_text(text)
 
     monkeypatch.chdir(tmp_path)
     return write
@@ -162,18 +131,33 @@ def test_a_refusal_is_shown_as_it_is(page, tmp_path, monkeypatch, capsys):
 
 
 def test_links_and_files_exist():
-    """Relative links of every page, and each path of the repository that pages or the code's own texts name."""
+    """Relative links of every page with their anchors, and each path of the repository that pages or the code's own texts name."""
     missing = []
     named = re.compile(r"(?<![\w./~-])(?:gammalm|configs|launch|tests|docs|benchmarks|notebooks)/[\w./-]*\w\.(?:py|md|sh|png|txt)\b")
     pages = [*PAGES, REPO / "CHANGELOG.md", REPO / "notebooks" / "README.md"]
     for page in pages:
-        text = page.read_text("utf-8")
-        links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
-        missing += [f"{page.name}: {link}" for link in links if not (page.parent / link).exists()]
+        missing += broken_links(page)
     for page in [*pages, *(REPO / "gammalm").rglob("*.py"), *(REPO / "configs").rglob("*.py")]:
         paths = set(named.findall(page.read_text("utf-8")))
         missing += [f"{page.relative_to(REPO)}: {path}" for path in sorted(paths) if not (REPO / path).exists()]
     assert missing == []
+
+
+def test_a_broken_link_would_be_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A γ-title, `code` [x](y.md)\n\n[a](#a-γ-title-code-x) [b](#b) [c](none.md) [d](page.md#b) [e](https://x.y/z)\n")
+    assert anchors(page) == {"a-γ-title-code-x"}
+    assert broken_links(page) == [f"page.md: {link}" for link in ("y.md", "#b", "none.md", "page.md#b")]
+
+
+def test_marks_are_known_and_stand_before_commands(tmp_path):
+    for page in PAGES:
+        marks = [mark for _, mark in marked_commands(page) if mark]
+        assert set(marks) <= set(REASONS), f"{page.name}: {set(marks) - set(REASONS)}"
+        assert len(MARK.findall(page.read_text("utf-8"))) <= len(marks), f"{page.name}: a mark without a command after it"
+    page = tmp_path / "page.md"
+    page.write_text("<!-- not run: network -->\n\n    gammalm a\n\n    gammalm b\n\nText\n\n    gammalm c\n```\ngammalm d\n```\n")
+    assert marked_commands(page) == [(["gammalm", name], "network" if name in "ab" else None) for name in "abcd"]
 
 
 def test_the_index_lists_every_page():
@@ -205,6 +189,8 @@ def test_python_compiles_and_its_imports_exist(page):
     for block in python_blocks(page):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "gammalm":
+                if node.module == "gammalm.interop.torch" and importlib.util.find_spec("torch") is None:
+                    continue  # torch is in the parity environment alone
                 module = importlib.import_module(node.module)
                 assert all(hasattr(module, alias.name) for alias in node.names), f"{page.name}: {ast.unparse(node)}"
 

@@ -26,9 +26,10 @@ MAY_IMPORT = {
     "analysis": {"initializers", "models", "theory"},
     "evaluation": {"initializers", "models", "data"},
     "plan": {"initializers", "models", "sharding", "data", "training"},
-    "interop": {"initializers", "models"},
+    "interop": {"initializers", "models", "theory"},
     "experiments": BELOW_EXPERIMENTS,
-    "cli": BELOW_EXPERIMENTS | {"experiments", "interop", "plan"},
+    "inspection": BELOW_EXPERIMENTS | {"experiments", "interop"},
+    "cli": BELOW_EXPERIMENTS | {"experiments", "inspection", "interop", "plan"},
 }
 
 

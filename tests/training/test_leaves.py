@@ -145,6 +145,21 @@ def watched(monkeypatch, left_behind):
 
 
 @pytest.fixture
+def tracked(monkeypatch, left_behind):
+    """Config -> what the tracker of a run is told; its package is not the real one."""
+    told = []
+    run = SimpleNamespace(log=told.append, define_metric=lambda *_, **__: None, finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run, Settings=dict))
+
+    def train(c):
+        told.clear()
+        left_behind(c)
+        return [sorted(row) for row in told]
+
+    return train
+
+
+@pytest.fixture
 def benchmarked(monkeypatch):
     """Config -> after which steps it is tested on what; the harness and the tokenizer are not the real ones."""
     told = []
@@ -240,6 +255,7 @@ WIRED = {
     "train.checkpoint_every": (2, [("train.checkpoints_kept", 9)], "left_behind"),
     "train.checkpoints_kept": (1, (), "left_behind"),
     "train.stall_timeout": (7.0, (), "watched"),
+    "train.tracker": ("wandb", (), "tracked"),
     "train.spike": ("skip", (), step_program),
     "train.spike_window": (3, [("train.spike", "skip")], step_program),
     "train.spike_sigma": (2.0, [("train.spike", "skip")], step_program),
