@@ -45,8 +45,9 @@ def opened_lm(
     over = make_mesh(sizes) if mesh or jax.device_count() > 1 else None
     workdir, named = split_step(str(checkpoint))
     loaded = load_model(workdir, named if step is None else step, over)
-    types = [] if dtype is None else [("model.dtype", dtype), ("model.residual_dtype", dtype)]
-    c = apply_overrides(loaded.config, types)
+    # A kernel that was chosen for the type of training may know no other.
+    other = {} if dtype is None else {"model.dtype": dtype, "model.residual_dtype": dtype, "model.attention_kernel": "auto"}
+    c = apply_overrides(loaded.config, list(other.items()))
     model = Model(c.model)
     how = {"eps": c.model.norm_eps, "max_length": max_length or c.data.seq_len, "mesh": over}
     weights = model, loaded.params, loaded.buffers

@@ -5,16 +5,18 @@ test_decoder.py; latent attention is computed another way round over a cache, wi
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gammalm.errors import ConfigError
-from gammalm.models.cache import extend, layers_of, prefill
+from gammalm.models.cache import extend, keep, layers_of, prefill
 from gammalm.models.decoder import Model
-from gammalm.models.parts import Tree
+from gammalm.models.parts import BATCH_AXES, Tree
 from gammalm.sharding.mesh import make_mesh, parameter_shardings
 
 from . import reference
@@ -182,6 +184,20 @@ def test_eight_devices_equal_one(built, name, other):
         _, cache = b.first(params, whole()[:, :6], PIECES[:, 0].astype(np.int32))
     kept = jax.tree.leaves(cache.kept)[0]
     assert kept.addressable_shards[0].data.shape == ((1, 1, SLOTS, 6) if name == "gqa" else (1, 1, SLOTS, 14))
+
+
+def test_devices_keep_their_own_rows_and_exchange_nothing():
+    """They would at every token, in every layer."""
+    mesh = make_mesh({"data": 4, "fsdp": 2}, jax.devices()[:8])
+    rng = np.random.default_rng(0)
+    arrays = rng.normal(size=(8, 2, SLOTS, 6)), rng.normal(size=(8, 3, 2, 6)), rng.integers(0, SLOTS, 8)
+    with jax.set_mesh(mesh):
+        step = jax.jit(keep).lower(*jax.device_put(arrays, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))).compile()
+        found = step(*jax.device_put(arrays, NamedSharding(mesh, PartitionSpec(BATCH_AXES))))
+    assert not re.search("all-(gather|reduce|to-all)|collective", step.as_text())
+    for b, length in enumerate(arrays[2]):  # what comes after the last slot is lost
+        wanted = np.concatenate([arrays[0][b, :, :length], arrays[1][b].swapaxes(0, 1), arrays[0][b, :, length + 3 :]], axis=1)
+        np.testing.assert_array_equal(found[b], wanted[:, :SLOTS].astype(np.float32))
 
 
 def test_a_mesh_with_context_is_refused(built):
