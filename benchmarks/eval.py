@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> None:
     from gammalm.cli.subject import split_step
 
     workdir, step = split_step(args.checkpoint)
-    with tempfile.TemporaryDirectory() as folder, opened_lm(args.checkpoint, layout=args.layout) as ours:
+    with tempfile.TemporaryDirectory() as folder, opened_lm(args.checkpoint, layout=args.layout, dtype="float32") as ours:
         exported = Path(folder) / "hf"
         if gammalm(["export", "hf", "--checkpoint", str(workdir), "--out", str(exported), *(["--step", str(step)] if step else [])]):
             raise SystemExit(1)

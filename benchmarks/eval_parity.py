@@ -65,7 +65,7 @@ def answers(args, side: str) -> None:
     from gammalm.evaluation.results import rows_of
 
     manager, _ = offline_tasks()
-    with opened_lm(args.checkpoint, layout="plain" if side == "plain" else "packed", max_length=args.max_length) as ours:
+    with opened_lm(args.checkpoint, layout="plain" if side == "plain" else "packed", max_length=args.max_length, dtype="float32") as ours:
         lm = theirs(args, ours.max_length) if side == "hf" else ours
         for task in asked_of(side, args.tasks):
             file = args.out / side / f"{task}.json"
@@ -157,7 +157,7 @@ def parting(args, item: dict, lms: dict) -> dict:
     if not lms:
         from gammalm.cli.harness import opened_lm
 
-        with opened_lm(args.checkpoint, max_length=args.max_length) as ours:
+        with opened_lm(args.checkpoint, max_length=args.max_length, dtype="float32") as ours:
             lms |= {"ours": ours, "hf": theirs(args, ours.max_length).model}
     text, _ = item["arguments"][0]
     context = lms["ours"].tok_encode(text)[-(lms["ours"].max_length - args.new) :]

@@ -8,7 +8,7 @@ import sqlite3
 import sys
 from pathlib import Path
 
-from gammalm.cli.harness import LAYOUTS, opened_lm
+from gammalm.cli.harness import DTYPES, LAYOUTS, opened_lm
 from gammalm.cli.subject import table
 from gammalm.cli.together import add_processes
 from gammalm.errors import ConfigError
@@ -42,6 +42,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "--layout", choices=LAYOUTS, default=LAYOUTS[0], help="sequences side by side and equal beginnings once (packed), or a row each"
     )
+    parser.add_argument("--dtype", choices=DTYPES, help="that the model computes in; default: as in training")
     parser.add_argument("--mesh", metavar="AXES", help="as in data=2,fsdp=4; default: the whole model on every device, data=-1")
     parser.add_argument("--batch-tokens", type=int, metavar="N", help="in a batch on each device, which sets the memory")
     add_processes(parser)
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         processes.joined(args.coordinator, args.processes, args.process_id),
         opened_lm(
             args.checkpoint, tokenizer=args.tokenizer, max_length=args.max_length, layout=args.layout, mesh=args.mesh,
-            tokens=args.batch_tokens,
+            tokens=args.batch_tokens, dtype=args.dtype,
         ) as lm,  # fmt: skip
     ):
         out = args.out or Path(lm.about["checkpoint"]) / "evaluation" / str(lm.about["step"])

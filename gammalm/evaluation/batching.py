@@ -68,22 +68,27 @@ def reads_of(requests: Sequence[Request], max_length: int) -> tuple[list[Read], 
         read = whole[cut[-1] : -1]
         asks.setdefault(np.array(read, TOKEN).tobytes(), []).append(Ask(index, len(read) - len(continuation), continuation))
     found: list[Read] = []
+    asked = 0  # of the last of them
     for tokens in sorted(asks, reverse=True):  # what begins with some tokens comes right before what ends there
         for ask in asks[tokens]:
-            # No sequence is asked for more than it may hold tokens: the logits of a batch stay bounded.
-            if not found or not found[-1].tokens.startswith(tokens) or found[-1].asked + len(ask.targets) > max_length:
+            asked += len(ask.targets)
+            # No sequence is asked for more than it may hold tokens, here and in `trees_of`: the logits of a batch stay bounded.
+            if not found or not found[-1].tokens.startswith(tokens) or asked > max_length:
                 found.append(Read(tokens, []))
+                asked = len(ask.targets)
             found[-1].asks.append(ask)
     return found, cut
 
 
 def trees_of(reads: Sequence[Read], most: int) -> list[tuple[int, list[Read]]]:
-    """`reads`, in the order of `reads_of`, in runs of neighbours that begin alike, each with the tokens it has if those are read once.
+    """`reads`, in the order of `reads_of`, in runs of neighbours that begin alike, each with the room it takes in a row: the tokens it has
+    if those are read once, or the targets it is asked for where they are more.
 
-    None has more than `most`, which the longest read may have: where a run has more it is cut where little is read again and little of a
-    row left free.
+    None takes more than `most`, which the longest read may have (but one read alone may be asked for more): where a run would, it is cut
+    where little is read again and little of a row left free.
     """
     lengths = np.array([len(read) for read in reads], np.int64)
+    asked = np.append(np.cumsum([read.asked for read in reads]), 0)
     alike = np.array([0] + [_alike(one.tokens, other.tokens) for one, other in itertools.pairwise(reads)], np.int64)
     ends = np.append(np.cumsum(lengths - alike), 0)  # at -1: before the first
     loose = np.append(np.flatnonzero(alike < ALIKE * lengths), len(reads))
@@ -91,10 +96,12 @@ def trees_of(reads: Sequence[Read], most: int) -> list[tuple[int, list[Read]]]:
     while start < len(reads):
         before = ends[start - 1] - alike[start]
         end = int(loose[np.searchsorted(loose, start, "right")])
-        if ends[end - 1] - before > most:
-            cuts = np.arange(start + 1, np.searchsorted(ends[:end], before + most, "right") + 1)
+        room = [(ends, before), (asked, asked[start - 1])]
+        last = max(start + 1, start + min(int(np.searchsorted(used[start:end], none + most, "right")) for used, none in room))
+        if last < end:
+            cuts = np.arange(start + 1, last + 1)
             end = int(cuts[np.argmin(alike[cuts] - ends[cuts - 1])])
-        found.append((int(ends[end - 1] - before), list(reads[start:end])))
+        found.append((int(max(used[end - 1] - none for used, none in room)), list(reads[start:end])))
         start = end
     return found
 

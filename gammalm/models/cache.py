@@ -75,14 +75,16 @@ def extend(decoder, layers, tokens_BT, counts_B, cache: Cache, eps):
 
 
 def keep(kept, new, lengths_B):
-    """`kept` [B, G, S, X], which holds lengths_B tokens of each row, with those that follow: `new` [B, T, G, X]. Trees of such arrays."""
+    """`kept` [B, G, S, X], which holds lengths_B tokens of each row, with those that follow: `new` [B, T, G, X]. Trees of such arrays.
 
-    def one(a_BGSX, new_BTGX):
-        B, T = new_BTGX.shape[:2]
-        slots_BT = lengths_B[:, None] + jnp.arange(T)[None]
-        return _placed(a_BGSX.at[jnp.arange(B)[:, None], :, slots_BT].set(new_BTGX, unique_indices=True))
+    Row by row, as then the compiler knows that a device writes its own rows alone; otherwise each would get the new tokens of all.
+    """
 
-    return jax.tree.map(one, kept, new)
+    def row(a_GSX, new_TGX, length):
+        slots_T = length + jnp.arange(new_TGX.shape[0])
+        return a_GSX.at[:, slots_T].set(jnp.swapaxes(new_TGX, 0, 1), unique_indices=True)
+
+    return jax.tree.map(lambda a_BGSX, new_BTGX: _placed(jax.vmap(row)(a_BGSX, new_BTGX, lengths_B)), kept, new)
 
 
 def attend_kept(q_BTGRK, k_BGSK, v_BGSW, lengths_B, scale: float, sink_GR=None):

@@ -61,6 +61,15 @@ def test_a_sequence_is_not_asked_for_more_than_it_may_hold():
     assert [read.asked for read in reads] == [8] * 12 + [4]
 
 
+def test_nor_is_a_row():
+    """Sequences that are equal take no tokens of a row beside each other; what is asked of them takes memory."""
+    requests = [Request([1, 2, 3], [choice]) for choice in range(100)] + [Request([9], [4, 5])] * 20
+    reads, _ = reads_of(requests, 8)
+    rows = packed(reads, 16)
+    assert sorted(id(read) for row in rows for read in row) == sorted(map(id, reads))
+    assert sorted(sum(read.asked for read in row) for row in rows)[-8:] == [16] * 8  # of 140 targets
+
+
 @pytest.mark.parametrize("request_", [Request([], [1]), Request([1], []), Request([1, 2], [5] * 11)])
 def test_what_cannot_be_asked_is_refused(request_):
     with pytest.raises(DataError, match="Request 1 .* 1 to 10,"):

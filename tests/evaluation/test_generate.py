@@ -6,13 +6,14 @@ Stops and streams of text: test_output.py. In the default tier one model writes,
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from gammalm.errors import ConfigError, DataError, TrainingError
 from gammalm.evaluation.generate import NOTHING, Generator, Prompt, in_compute_dtype
 from gammalm.evaluation.lengths import bucket
-from gammalm.evaluation.sampling import Draws, Sampling, draw
+from gammalm.evaluation.sampling import Draws, Sampling, draw, first_of_largest
 from gammalm.models.decoder import Model
 from gammalm.sharding.mesh import make_mesh, parameter_shardings
 from gammalm.trees import flat
@@ -104,7 +105,8 @@ def test_greedy_equals_full_recomputation(built, name):
         assert margin > 2e-5, "a near tie that rounding could turn"
         assert got.tokens == expected
         assert got.reason == ("end" if expected[-1] == b.letters.eod_id else "length") and got.cut == 0
-    assert found[0].reason == "end" and len({token for one in found for token in one.tokens}) > 5
+    few = 1 if name == "fixup" else 5  # without norms two tokens outdo the rest
+    assert found[0].reason == "end" and len({token for one in found for token in one.tokens}) > few
 
 
 def drawn(seed=3, n=NEW, **how):
@@ -180,6 +182,15 @@ def test_draws_have_the_probabilities_of_the_softmax(how, stays):
     found = frequencies(logits, **how)
     assert (found[expected == 0] == 0).all()
     assert (abs(found - expected) <= 4 * np.sqrt(expected * (1 - expected) / N) + 1e-9).all(), (found, expected)
+
+
+def test_the_likeliest_token_is_that_of_argmax():
+    """In a loop too, where the compiler treats it otherwise; the first of several that are equally likely, and of -inf alone."""
+    x = np.random.default_rng(3).integers(-3, 3, (64, 9)).astype(np.float32)  # three of nine share the largest, in the mean
+    x[0], x[1] = -np.inf, 0
+    inside = jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, carry: first_of_largest(x + 0 * carry[0]), jnp.zeros(64, jnp.int32)))
+    assert (np.asarray(first_of_largest(x)) == np.argmax(x, axis=-1)).all()
+    assert (np.asarray(inside(x)) == np.argmax(x, axis=-1)).all()
 
 
 def test_draws_of_different_places_are_independent():

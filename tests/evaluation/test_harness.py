@@ -264,6 +264,8 @@ def test_the_harness_s_command_line_knows_our_models_and_its_own(run, tasks, tmp
     assert found["config"]["gamma"] == 1.0 and found["config"]["layout"] == "plain"
     assert main(["lm-eval", *arguments, "--model", "gammalm", "--model_args", f"checkpoint={run[0]},stpe=3"]) == 2
     assert "stpe" in capsys.readouterr().err
+    assert main(["lm-eval", *arguments, "--model", "gammalm", "--model_args", f"checkpoint={run[0]},dtype=float16"]) == 2
+    assert "choose one of float32, bfloat16" in capsys.readouterr().err
     assert {"hf", "vllm", "gammalm"} <= set(harness.model_registry)
     with pytest.raises(SystemExit) as end:
         main(["lm-eval", "run", "--help"])

@@ -31,11 +31,12 @@ def both(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("both")
     (folder / "some.model").write_bytes(tokenizer.train([*WORDS * 50, HAN * 5], 600))
-    config = small_config(vocab_size=608, data__seq_len=CONTEXT)
+    types = {"model__dtype": "bfloat16", "model__residual_dtype": "bfloat16"}  # in training: both compute in fp32 here
+    config = small_config(vocab_size=608, data__seq_len=CONTEXT, **types)
     params = jax.tree.map(jnp.asarray, random_params(Model(config.model).specs, seed=3))
     save_model(folder / "run", config, params, {}, folder / "some.model")
     assert main(["export", "hf", "--checkpoint", str(folder / "run"), "--out", str(folder / "hf")]) == 0
-    with opened_lm(folder / "run") as ours:
+    with opened_lm(folder / "run", dtype="float32") as ours:
         yield ours, HFLM(pretrained=str(folder / "hf"), device="cpu", dtype="float32", batch_size=4)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from gammalm.cli import harness
 from gammalm.errors import ConfigError, DataError, TrainingError
-from gammalm.evaluation.batching import Request
+from gammalm.evaluation.batching import Request, reads_of
 from gammalm.evaluation.scoring import LAYOUTS, Scorer
 from gammalm.models.decoder import Model
 from gammalm.sharding.mesh import make_mesh, on_mesh, parameter_shardings
@@ -108,6 +108,15 @@ def test_packing_saves_work():
     tokens = {layout: scorer.counts.tokens for layout, scorer in scorers.items()}
     assert tokens["plain"] > 1.5 * tokens["packed"]
     assert scorers["plain"].counts.computed > 1.9 * scorers["packed"].counts.computed
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_rows_are_as_long_as_costs_least(shared):
+    """Long ones read examples before 30 questions few times; where nothing is shared, short ones attend to less."""
+    texts = [[*range(20), n] if shared else [n, *range(20)] for n in range(20, 50)]
+    reads, _ = reads_of([Request(text, [choice, 2, 3]) for text in texts for choice in (1, 3)], LONGEST)
+    [(length, rows)] = scorer_of(build("gated, grouped"))._packed(reads).items()
+    assert (length >= 96 and len(rows) < 4) if shared else (length, len(rows)) == (32, 30)
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,14 @@ def small_config(spec=SPEC, *, attention="mha", ffn="dense", style="gamma", pres
 
 
 def random_params(specs, seed=0, scale=1.0):
-    """Nested dict of normal values with std scale/sqrt(fan_in), norm gains 1 ± .2: unlike any init, so that no factor of 1 hides."""
+    """Nested dict of normal values with std scale/sqrt(fan_in), gains 1 ± .2, biases ± .2: unlike any init, no factor of 1 hides."""
     rng = np.random.default_rng(seed)
     flat = {}
     for path, spec in specs.items():
         fan_in = spec.fans()[0]
         values = rng.normal(size=spec.shape)
-        flat[path] = (1 + 0.2 * values if fan_in is None else scale * values / np.sqrt(fan_in)).astype(np.float32)
+        alone = (spec.role != "bias") + 0.2 * values
+        flat[path] = (alone if fan_in is None else scale * values / np.sqrt(fan_in)).astype(np.float32)
     return nested(flat)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from gammalm.models import blockwise as module
 from gammalm.models.blockwise import block_bounds, causal_attention
+from gammalm.models.kernels import attend
 from gammalm.models.parts import Tree
 
 from . import reference
@@ -111,6 +112,7 @@ def test_a_tree_is_each_of_its_sequences_alone():
             total[:, places] += part
     for ours, wanted in zip(vjp(g * seen[None, :, None, None, None].astype(np.float32)), expected, strict=True):
         np.testing.assert_allclose(ours, wanted, atol=1e-5)
+    np.testing.assert_allclose(attend(q, k, v, Tree(until), "cudnn"), out, atol=1e-6)  # this kernel, whichever is named
     assert Tree(until).positions().tolist() == [[*range(8), *range(5, 9), 7, 8, *range(3), 0, 0]]
 
 

@@ -5,15 +5,18 @@ test_decoder.py; latent attention is computed another way round over a cache, wi
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gammalm.errors import ConfigError
-from gammalm.models.cache import extend, layers_of, prefill
+from gammalm.models.cache import extend, keep, layers_of, prefill
 from gammalm.models.decoder import Model
+from gammalm.models.parts import BATCH_AXES, Tree
 from gammalm.sharding.mesh import make_mesh, parameter_shardings
 
 from . import reference
@@ -33,7 +36,7 @@ VARIANTS = {
         attention="mla", ffn="moe", gate="elementwise", n_layers=3, model__mla__q_rank=8, model__moe__first_k_dense=1,
         softmax_sink="learned",
     ),
-    "gpt2, post-norm": dict(style="gpt2", residual="post", max_positions=SLOTS),
+    "gpt2, post-norm": dict(style="gpt2", residual="post", max_positions=24),
     "fixup": dict(preset="fixup", gate="headwise"),
     "moe, softmax, two shared, sink of one": dict(
         ffn="moe", model__moe__score="softmax", model__moe__n_shared=2, model__moe__top_k=3, softmax_sink="one",
@@ -183,7 +186,35 @@ def test_eight_devices_equal_one(built, name, other):
     assert kept.addressable_shards[0].data.shape == ((1, 1, SLOTS, 6) if name == "gqa" else (1, 1, SLOTS, 14))
 
 
+def test_devices_keep_their_own_rows_and_exchange_nothing():
+    """They would at every token, in every layer."""
+    mesh = make_mesh({"data": 4, "fsdp": 2}, jax.devices()[:8])
+    rng = np.random.default_rng(0)
+    arrays = rng.normal(size=(8, 2, SLOTS, 6)), rng.normal(size=(8, 3, 2, 6)), rng.integers(0, SLOTS, 8)
+    with jax.set_mesh(mesh):
+        step = jax.jit(keep).lower(*jax.device_put(arrays, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))).compile()
+        found = step(*jax.device_put(arrays, NamedSharding(mesh, PartitionSpec(BATCH_AXES))))
+    assert not re.search("all-(gather|reduce|to-all)|collective", step.as_text())
+    for b, length in enumerate(arrays[2]):  # what comes after the last slot is lost
+        wanted = np.concatenate([arrays[0][b, :, :length], arrays[1][b].swapaxes(0, 1), arrays[0][b, :, length + 3 :]], axis=1)
+        np.testing.assert_array_equal(found[b], wanted[:, :SLOTS].astype(np.float32))
+
+
 def test_a_mesh_with_context_is_refused(built):
     b = built("gqa")
     with jax.set_mesh(make_mesh(dict(context=2), jax.devices()[:2])), pytest.raises(ConfigError, match="context > 1"):
         b.first(b.params, whole()[:, :6], PIECES[:, 0].astype(np.int32))
+
+
+def test_more_tokens_than_learned_positions_are_refused(built):
+    """At once, whole or through a cache; a row of trees may be longer, as its sequences lie side by side."""
+    b = built("gpt2, post-norm")
+    decoder, most = b.model.bind(b.params, b.buffers), b.config.model.max_positions
+    tokens = jnp.zeros((1, most + 1), jnp.int32)
+    with pytest.raises(ConfigError, match=f"{most + 1} tokens, but model.max_positions={most}"):
+        decoder.start(tokens, None)
+    with pytest.raises(ConfigError, match="positions were learned"):
+        prefill(decoder, tokens[:, :2], jnp.array([2]), most + 1, 1e-6)
+    half, rest = [most // 2 + 1] * (most // 2 + 1), [most + 1] * (most - most // 2)
+    x_BTD, _ = decoder.start(tokens, Tree(jnp.array([half + rest], jnp.int32)))
+    np.testing.assert_array_equal(x_BTD[:, most // 2 + 1 :], x_BTD[:, : most - most // 2])  # position 0 again
