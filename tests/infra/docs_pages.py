@@ -14,6 +14,7 @@ REASONS = {
     "hardware": "several machines or accelerators",
     "lm-eval": "needs lm-evaluation-harness and its tasks; tests/evaluation runs it",
     "wandb": "needs wandb; tests/training/test_trackers.py runs it where it is installed",
+    "minutes": "run in the long tier",
     "libtpu": "compiles for a TPU that is not there; tests/plan runs it",
 }
 

@@ -31,9 +31,7 @@ from gammalm.experiments.figures import losses
 from ..conftest import write_corpus
 from ..data import benchmark_package
 from ..experiments.study import write_study
-from .docs_pages import PAGES, REPO, files_of, marked_commands
-
-pytestmark = pytest.mark.full
+from .docs_pages import PAGES, files_of, marked_commands
 
 # Pages that go on with what an earlier one made: their commands are run in one folder, each once.
 TOGETHER = ("README.md", "claims.md", "results.md", "figures.md")
@@ -62,7 +60,7 @@ def get_config(arg=""):
 
 def thinned(load_grid):
     """`load_grid`, after whose checks some cells are kept, for a few steps each: one seed, of nets two and every eighth std; of the
-    figures' grid γ ½ and 1 at one rate, and one mixture."""
+    figures' grid γ ½ and 1 at one rate, of others the first six."""
 
     def load(spec, overrides=()):
         grid = load_grid(spec, overrides)
@@ -72,7 +70,9 @@ def thinned(load_grid):
         stds = sorted({cell.labels["std"] for cell in cells if "std" in cell.labels})[::8]
         cells = [cell for cell in cells if not stds or cell.labels["std"] in stds]
         if grid.name == "figures":
-            cells = [c for c in cells if c.labels["gamma"] in (0.5, 1.0) and "lr" not in c.labels and c.labels["size"] != "mini-moe"]
+            cells = [c for c in cells if c.labels["gamma"] in (0.5, 1.0) and "lr" not in c.labels]
+        elif not net:
+            cells = cells[:6]
         return grids.Grid(grid.name, grid.base, [dataclasses.replace(c, overrides={**c.overrides, **few}) for c in cells])
 
     return load
@@ -160,15 +160,16 @@ def provide(room: Path, base: Path, words: list[str]) -> None:
             (room / name).symlink_to(room / "data/open-mix")
 
 
-@pytest.mark.parametrize("pages", GROUPS, ids=lambda pages: pages[0].name)
-def test_the_commands_of_a_page_run(pages, room, base, capsys):
+def run_commands(pages, room, base, capsys, mark):
+    """Runs those commands of `pages` that have `mark`, each once; returns them."""
     done, writer = [], {}
+    marked = [words for page in pages for words, of in marked_commands(page) if of]
     for page in pages:
         for name, text in files_of(page).items():
             (room / name).write_text(text)
             (room.parent / name).write_text(text)
-        for words, mark in marked_commands(page):
-            if mark or words[0] != "gammalm" or words in done or "--help" in words:
+        for words, of in marked_commands(page):
+            if of != mark or words[0] != "gammalm" or words in done or (mark is None and words in marked) or "--help" in words:
                 continue
             provide(room, base, words)
             if words[1] in ("train", "grid", "import") and "--workdir" in words:
@@ -180,5 +181,16 @@ def test_the_commands_of_a_page_run(pages, room, base, capsys):
             told = capsys.readouterr()
             assert status == 0, f"{page.name}: {shlex.join(words)}\n{told.out[-2000:]}{told.err[-2000:]}"
             done.append(words)
-    if pages[0].name == "README.md":
-        assert len(done) > 25 and (REPO / "README.md") in pages
+    return done
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pages", GROUPS, ids=lambda pages: pages[0].name)
+def test_the_commands_of_a_page_run(pages, room, base, capsys):
+    done = run_commands(pages, room, base, capsys, None)
+    assert len(done) > 25 or pages[0].name != "README.md"
+
+
+@pytest.mark.long
+def test_commands_that_take_minutes_run(room, base, capsys):
+    assert run_commands(PAGES, room, base, capsys, "minutes")
