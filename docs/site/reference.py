@@ -12,6 +12,7 @@ import tokenize
 from collections.abc import Iterable
 from pathlib import Path
 
+from gammalm.cli import main
 from gammalm.cli.main import COMMANDS, build_parser
 from gammalm.config import available, configs_folder, leaves, load_config
 from gammalm.config_checks import KINDS, NET_RULES, RULES
@@ -30,10 +31,6 @@ Generated from the parser: what `gammalm --help` and `gammalm COMMAND --help` pr
 
 | command | does |
 |---|---|
-"""
-EXIT_STATUS = """
-Exit status: 0 done, 1 a fault of data, files or training, 2 a command line or config that cannot be run, 75 told to stop (saved), 76
-stalled, 130 interrupted.
 """
 
 
@@ -162,7 +159,8 @@ def config_page() -> str:
 def cli_page() -> str:
     """The page of all commands, each with its actions and options."""
     rows = [f"| [{code(f'gammalm {name}')}](#gammalm-{name}) | {escape(line)} |\n" for name, line in COMMANDS.items()]
-    parts = [CLI_HEAD + "".join(rows) + EXIT_STATUS]
+    statuses = main.__doc__[main.__doc__.index("Exit status:") :]
+    parts = [f"{CLI_HEAD}{''.join(rows)}\n{statuses}"]
     for name in COMMANDS:
         parser = _subparsers(build_parser(name)).choices[name]
         parts += _command(parser, 2)

@@ -1,7 +1,8 @@
 """Whether weights look fresh or trained, from what every initializer in use has and what the first steps of training take away.
 
-Four signs, each with its reason. Moved vectors: norm gains and biases are drawn by no usual initializer, they begin as constants, and every
-one of them moves from the first step on. Directions: weights drawn independently have a largest singular value within the Tracy–Widom law
+Four signs, each with its reason. Moved gains: those of norms are drawn by no usual initializer, they begin as constants, and every one of
+them moves from the first step on. (Biases begin as 0 in most models, but torch's own Linears draw theirs: alone they decide nothing.)
+Directions: weights drawn independently have a largest singular value within the Tracy–Widom law
 about the Marchenko–Pastur edge, whatever their std; training makes some directions longer. Tails: draws in use are normal, truncated or
 uniform, so kurtosis is at most 3. Size: the std of a draw is the declared one within 1/√(2n) of itself.
 """
@@ -41,19 +42,24 @@ def signs(row: Mapping) -> dict[str, bool | None]:
 def judge(matrices: Sequence[Mapping], vectors: Sequence[Mapping]) -> dict:
     """{"verdict": fresh | just begun | trained | unclear, "reasons": [...]} of all matrices (see `signs`) and vectors (name, kind, moved).
 
-    trained: a quarter of the matrices have directions or tails that no draw has, or one does and a gain or a bias has moved. just begun:
-    gains or biases have moved, and no matrix shows it. fresh: none of it, anywhere. Zeros, and what nothing is known of, do not count.
+    trained: a quarter of the matrices have directions or tails that no draw has, or one does and a gain has moved. just begun: gains have
+    moved, and no matrix shows it. fresh: none of it, and no bias has moved where there are no gains. Zeros, and what nothing is known of,
+    do not count.
     """
     known = [(row, signs(row)) for row in matrices if row["std"]]
-    constants = [v for v in vectors if v["kind"] in ("gain", "bias")]
-    moved = [v for v in constants if v["moved"]]
+    gains, biases = ([v for v in vectors if v["kind"] == kind] for kind in ("gain", "bias"))
+    moved, begun = ([v for v in vs if v["moved"]] for vs in (gains, biases))
     shown = [row for row, s in known if s["directions"] or s["tails"]]
     sized = [row for row, s in known if s["size"]]
     reasons = []
     if moved:
-        reasons.append(f"{len(moved)} of {len(constants)} norm gains and biases have left the constant that they begin as.")
-    elif constants:
-        reasons.append(f"All {len(constants)} norm gains and biases are the constants that they begin as.")
+        reasons.append(f"{len(moved)} of {len(gains)} norm gains have left the constant that they begin as.")
+    elif gains:
+        reasons.append(f"All {len(gains)} norm gains are the constants that they begin as.")
+    if begun:
+        reasons.append(f"{len(begun)} of {len(biases)} biases are not 0: trained, or drawn as torch's own Linears draw them.")
+    elif biases:
+        reasons.append(f"All {len(biases)} biases are 0, as most begin.")
     ranked = [row for row, s in known if s["directions"] is not None]
     shares = [row["stable_rank"] / random_stable_rank(row["stable_rank_rows"], row["columns"]) for row in ranked]
     long = sum(bool(s["directions"]) for _, s in known)
@@ -72,7 +78,7 @@ def judge(matrices: Sequence[Mapping], vectors: Sequence[Mapping]) -> dict:
         verdict = "trained"
     elif moved:
         verdict = "just begun"
-    elif known and not shown:
+    elif known and not shown and (gains or not begun):
         verdict = "fresh"
     else:
         verdict = "unclear"

@@ -21,7 +21,8 @@ PAPER_SINK = "In the paper's 1.5B model the sink score at gamma 1 is about .11 a
 def outlook(decoder: Decoder, *, distinct: bool = False, scale: float = 1.0) -> dict:
     """Prediction for `decoder`, by layer, and in `choices` a row each for it, for γ = 1 with its ε, and for γ = 1 with ε = 1e-12.
 
-    distinct: every token counts as its own (learned positions). scale: what the token table is multiplied by. Norms have `variance` of what
+    distinct: every token counts as its own, and learned positions as large as the table are added to it. scale: what the table is
+    multiplied by. Norms have `variance` of what
     enters them, `ratio` ε/variance and `factor` (1 + ratio)^(−½), a list over layers each.
     """
     tokens = _tokens(decoder.vocab_size, distinct)
@@ -30,7 +31,7 @@ def outlook(decoder: Decoder, *, distinct: bool = False, scale: float = 1.0) -> 
     for name, variance in found.norm_inputs().items():
         ratio = decoder.eps / variance
         norms[name] = {"variance": variance.tolist(), "ratio": ratio.tolist(), "factor": ((1 + ratio) ** -0.5).tolist()}
-    one = at_gamma_one(decoder, scale)
+    one = at_gamma_one(decoder, scale * math.sqrt(2) if distinct else scale)
     named = {"as declared": (decoder, found)}
     named[f"gamma 1, eps {decoder.eps:g}"] = (one, _predict(one, tokens))
     if decoder.eps != SMALL_EPS:
@@ -85,8 +86,8 @@ def sink_risk(gamma: float | None, gated: bool | None, sink: bool) -> dict:
 
 
 def advice(facts: Mapping) -> list[str]:
-    """Plain advice. `facts`: width, ffn (or None), eps, eps_key, declared (std), declared_key, scale, norms, gated, sink, tied, verdict,
-    own (whether it is a config of ours); None where it is not known.
+    """Plain advice. `facts`: width, ffn (or None), eps, eps_key, declared (std; gamma of a config of ours), declared_key, scale (std of
+    what enters the first norm over the table's), norms, gated, sink, verdict, own (a config of ours), preset (its); None: not known.
     """
     said = []
     width = facts["width"]
@@ -111,7 +112,10 @@ def advice(facts: Mapping) -> list[str]:
 def _on_init(facts: Mapping, width: int) -> list[str]:
     key, declared, ffn = facts["declared_key"], facts["declared"], facts["ffn"]
     if facts["own"]:
-        return [] if declared is None else [f"The config's gamma is {declared:g}; every matrix has its own fan-in (init.gamma sets it)."]
+        if declared is None:
+            return [f"The preset {facts['preset']} has no one gamma: init.preset=fan_in with init.gamma=1 is gamma 1 for every matrix."]
+        own_fan = "; every matrix has its own fan-in" if facts["preset"] == "fan_in" else f", of the preset {facts['preset']}"
+        return [f"The config's gamma is {declared:g}{own_fan} (init.gamma sets it)."]
     if width < 2:
         return []
     now = f"{key} {declared:g} is gamma {-math.log(declared) / math.log(width):.3f} at width {width}; " if declared else ""
@@ -127,6 +131,8 @@ def _on_init(facts: Mapping, width: int) -> list[str]:
 def _on_eps(facts: Mapping, width: int) -> list[str]:
     """What ε does to the first norm at γ = 1; norms behind the branches alone do not see the embedding."""
     eps, key = facts["eps"], facts["eps_key"]
+    if facts["own"] and eps is None:  # no norms
+        return []
     if eps is None:
         return ["Which epsilon its norms have is not known; at gamma 1 it should be far below 1/width^2."]
     if facts["norms"] == "post":

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from gammalm.cli.subject import add_output, deliver, table
-from gammalm.errors import ConfigError
+from gammalm.cli.subject import add_output, deliver, table, writing
 from gammalm.files import write_text_atomic
 
 
@@ -29,10 +28,8 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         from gammalm.experiments.compare_page import write_page
 
-        try:
+        with writing("--html", args.html):
             write_text_atomic(args.html, write_page(runs, found))
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-            raise ConfigError(f"--html {args.html} cannot be written ({error.strerror}). Name a file in a folder that exists.") from error
     deliver(args, found, _text(found))
     return 0
 

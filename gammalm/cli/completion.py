@@ -163,7 +163,8 @@ complete -o bashdefault -o default -F _gammalm gammalm
 """
 
 
-def bash(commands: list[Command]) -> str:
+def bash(commands: list[Command], mark: str = "=") -> str:
+    """The script; `mark`: what stands between the name of a config's value and the value."""
     options = [(command.path, option) for command in commands for option in command.options]
     leaves = {option.flag: option for _, option in options if _is_leaf(option)}
     values = {f"{path}:{option.flag}": " ".join(option.values) for path, option in options if option.takes and not _is_leaf(option)}
@@ -172,7 +173,7 @@ def bash(commands: list[Command]) -> str:
         for command in commands
     }
     return BASH % {
-        "leaves": shlex.quote(" ".join(f"{flag}=" for flag in leaves)),
+        "leaves": shlex.quote(" ".join(f"{flag}{mark}" for flag in leaves)),
         "paths": " | ".join(f'"{command.path}"' for command in commands if command.path),
         "values": _cases(values, 4),
         "known": _cases({flag: " ".join(option.values) for flag, option in leaves.items() if option.values}, 8),
@@ -194,8 +195,8 @@ def _is_leaf(option: Option) -> bool:
 
 
 def zsh(commands: list[Command]) -> str:
-    """The same function, which zsh runs as bash would."""
-    return "autoload -U +X bashcompinit && bashcompinit\n" + bash(commands)
+    """The same function, which zsh runs as bash would; but it puts a blank after whatever it completes, so there is no = before it."""
+    return "autoload -U +X bashcompinit && bashcompinit\n" + bash(commands, mark="")
 
 
 FISH = """function __gammalm_at

@@ -35,10 +35,11 @@ def misfits(installed: importlib.metadata.Distribution) -> list[str]:
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
+            version = importlib.metadata.version(requirement.name)  # None, or in later Pythons KeyError, where an install broke off
+        except (importlib.metadata.PackageNotFoundError, KeyError):
+            version = None
+        if version is None:
             found.append(f"{requirement.name} is missing")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
+        elif not requirement.specifier.contains(version, prereleases=True):
             found.append(f"{requirement.name} is {version}, and gammalm asks for {requirement.specifier}")
     return found

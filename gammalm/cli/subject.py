@@ -2,6 +2,7 @@
 reads, and how results leave."""
 
 import argparse
+import contextlib
 import hashlib
 import json
 import re
@@ -115,10 +116,17 @@ def deliver(args: argparse.Namespace, found: dict, text: str) -> None:
     """Prints the result `found` as JSON or as `text`, and writes it where `--out` says. Raises ConfigError where that is no place."""
     print(json.dumps(found) if args.json else text)
     if args.out is not None:
-        try:
+        with writing("--out", args.out):
             write_json_atomic(args.out, found)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-            raise ConfigError(f"--out {args.out} cannot be written ({error.strerror}). Name a file in a folder that exists.") from error
+
+
+@contextlib.contextmanager
+def writing(option: str, file: Path) -> Iterator[None]:
+    """Around the writing of the `file` that `option` names. Raises ConfigError where that is no place; a full disk is another matter."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        raise ConfigError(f"{option} {file} cannot be written ({error.strerror}). Name a file in a folder that exists.") from error
 
 
 def table(rows: list[tuple]) -> str:

@@ -244,7 +244,9 @@ def _run(command: list[str], folder: Path, stop: threading.Event) -> str:
     if process.returncode == 0:
         return ""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    broken = next((line for line in lines if "connection broken by" in line), "")  # pip then ends with "No matching distribution found"
+    broken = ""
+    if "No matching distribution found" in errors:  # with which pip ends after a connection that failed, too
+        broken = next((line for line in lines if "connection broken by" in line), "")
     telling = broken.partition("connection broken by ")[2] or next(
         (line for line in reversed(lines) if line.lower().startswith(("error", "e:", "npm err", "npm error"))), lines[-1] if lines else ""
     )

@@ -19,8 +19,8 @@ from gammalm.experiments.results import by_kind, read_json
 from gammalm.experiments.summary import number
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens that all runs have seen: where losses are compared
+WHAT = "Name the --workdir of a run of `gammalm train`, or the folder of a grid's cell."
 WINDOW = 0.1  # the loss after t tokens is the mean of the logged ones from (1 - WINDOW) t to t: that of one batch says little
-VERSIONS = ("gammalm", "commit", "python", "jax", "platform", "device", "devices", "processes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +108,14 @@ def _config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} holds a grid: `gammalm report --workdir {folder}` compares its cells. Or name folders of cells.")
     if not (folder / "config.json").exists():
         what = "holds no config.json" if folder.is_dir() else "is no folder"
-        raise ConfigError(f"{folder} {what}. Name the --workdir of a run of `gammalm train`, or the folder of a grid's cell.")
+        raise ConfigError(f"{folder} {what}. {WHAT}")
     config = from_json(folder / "config.json")
     if is_net(config):
         raise ConfigError(f"{folder} holds a small supervised net, which has no tokens to compare by. Name runs of decoders.")
-    return leaves(config)
+    found = leaves(config)
+    if "train.steps" not in found:  # as in a folder of transformers
+        raise ConfigError(f"{folder}/config.json is of no run. {WHAT}")
+    return found
 
 
 def _short(folders: Sequence[Path]) -> list[str]:
@@ -129,17 +132,17 @@ def compare(runs: Sequence[Trained]) -> dict:
     """Everything that is said of `runs` side by side, for JSON; lists are in their order, None is what a run does not have.
 
     runs: `Trained.summary` of each. config, versions: {name: values} of those that differ. at_equal_tokens: {tokens, loss} at SHARES of
-    the fewest tokens that a run has seen, where two runs at least have logged. validation_at_equal_tokens: where all were validated after
-    the same tokens. notes: what limits the comparison.
+    the fewest tokens that a run has logged (not counting those that logged none), where two runs at least have a loss.
+    validation_at_equal_tokens: where all were validated after the same tokens. notes: what limits the comparison.
     """
-    seen = min(run.tokens for run in runs)
+    seen = min((run.tokens for run in runs if run.tokens), default=0)
     points = sorted({round(share * seen) for share in SHARES} - {0})
     at_equal = [{"tokens": point, "loss": [run.loss_after(point) for run in runs]} for point in points]
     versions = [read_json(run.folder / "versions.json") or {} for run in runs]
     return {
         "runs": [run.summary() for run in runs],
         "config": _differences([run.config for run in runs]),
-        "versions": {name: values for name, values in _differences(versions).items() if name in VERSIONS},
+        "versions": _differences(versions),
         "at_equal_tokens": [row for row in at_equal if len(row["loss"]) - row["loss"].count(None) > 1],
         "validation_at_equal_tokens": _validations(runs),
         "notes": _notes(runs),
@@ -183,10 +186,20 @@ def _notes(runs: Sequence[Trained]) -> list[str]:
         steps = max((row["step"] for row in run.train), default=0)
         if steps < run.config["train.steps"]:
             notes.append(f"{run.name} has made {steps:,} of its {run.config['train.steps']:,} steps.")
-    if any(differ(f"optimizer.{leaf}") for leaf in ("schedule", "learning_rate", "warmup_steps")) or differ("train.steps"):
-        notes.append("Learning rates are not the same after the same tokens: their schedules differ.")
+        if "resumed" in run.rows:
+            notes.append(f"{run.name} went on with other versions than it began with: rows `resumed` of its metrics.jsonl.")
+    if len({_schedule(run.config) for run in runs}) > 1:
+        notes.append("Learning rates are not the same after the same tokens: peaks, schedules or tokens per step differ.")
     notes.append("Single runs: how much of a difference is chance, only several seeds can say (gammalm grid).")
     return notes
+
+
+def _schedule(config: Mapping[str, Any]) -> tuple:
+    """Values on which the learning rate after so many tokens depends (training/optimizer.py, schedule_factor)."""
+    kind = config["optimizer.schedule"]
+    names = ["optimizer.schedule", "optimizer.learning_rate", "optimizer.warmup_steps", "batch.sequences", "data.seq_len"]
+    names += [] if kind == "constant" else ["train.steps", "optimizer.final_fraction"]
+    return tuple(config[name] for name in names + ["optimizer.cooldown_share"] * (kind == "wsd"))
 
 
 # ---- as rows of tables -----------------------------------------------------------------------------------------------------------

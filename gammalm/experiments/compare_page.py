@@ -1,5 +1,6 @@
 """The page of `gammalm compare`: one HTML file that loads nothing from elsewhere, with curves, losses and what differs."""
 
+import math
 from collections.abc import Sequence
 from html import escape
 
@@ -43,7 +44,7 @@ def curves(runs: Sequence[Trained]) -> Figure | None:
         x, y = [row["tokens"] for row in run.train], plots.smoothed([row["loss"] for row in run.train])
         keep = plots.keep_points(len(x)) if x else []
         axes.plot([x[k] for k in keep], [y[k] for k in keep], lw=1.6, color=colour[i], label=f"{names[i]}  {run.name}")
-        points = [(row["tokens"], row["loss"]) for row in run.validation if row["loss"] is not None]
+        points = [(row["tokens"], row["loss"]) for row in run.validation if math.isfinite(row["loss"])]
         if points:
             axes.plot(*zip(*points, strict=True), marker[i], ms=6, mec="white", mew=0.8, color=colour[i], clip_on=False)
         inside += [loss for at, loss in [*zip(x, y, strict=True), *points] if at >= 0.1 * run.tokens]

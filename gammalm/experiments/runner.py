@@ -25,6 +25,7 @@ from gammalm.sharding import processes
 from gammalm.training.loop import Outcome, Run, train
 from gammalm.training.preemption import Notice, Preempted
 from gammalm.training.program import MODES, Programs, batchable, signature
+from gammalm.training.trackers import require
 
 CELLS_AT_ONCE = 16  # of one program: their states are in memory together
 
@@ -59,6 +60,8 @@ def run_grid(
     if mode not in MODES:
         raise ConfigError(f"--mode {mode}: none of {', '.join(MODES)}.")
     check_tasks(cell.config() for cell in grid.cells)
+    for tracker in {cell.config().train.tracker for cell in grid.cells}:
+        require(tracker)  # before grid.json holds what could then not be changed
     processes.on_first("grid", lambda: record_grid(grid, workdir))
     rows, notices = read_results(workdir)
     processes.exchange("results read")

@@ -13,6 +13,7 @@ Flax's attention have heads: query, key, value (D, H, K) and out (H, K, D). Copi
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -111,6 +112,11 @@ def _choose(params, gamma: float, rules: Mapping[str, Initializer | None], stack
             unknown.append(f"  {path} {shape}")
         elif copies and initializer is not None and initializer.draw.distribution != "constant":
             initializer = dataclasses.replace(initializer, batch_axis=(*range(len(copies)), *_axes(initializer.batch_axis)))
+        if isinstance(initializer, Initializer):
+            try:
+                initializer.std(*initializer.fans(shape))
+            except ConfigError as error:
+                raise ConfigError(f"init_weights: {path} {shape}: {error}") from None
         chosen.append((path, initializer))
     if unknown:
         listed = "\n".join(unknown)
@@ -133,7 +139,8 @@ def _by_name(path: str, leaf, ndim: int, gamma: float) -> Initializer | str | No
     """The initializer of one copy, `ndim` axes of the leaf, None to keep it, or 'unknown'; axes counted from the end."""
     *above, name = path.split("/")
     parent = above[-1].lower() if above else ""
-    convolution = "conv" in parent and ndim >= 3 and not (name == "w" and "transpose" in parent)  # Haiku's transposed: (*window, out, in)
+    other = "local" in parent or (name == "w" and "transpose" in parent)  # Flax's ConvLocal; Haiku's transposed: (*window, out, in)
+    convolution = "conv" in parent and ndim >= 3 and not other
     gain = name == "scale" or (name == "weight" and ndim == 1)
     if gain:
         return ones() if isinstance(leaf, jax.ShapeDtypeStruct) else None
@@ -148,7 +155,8 @@ def _by_name(path: str, leaf, ndim: int, gamma: float) -> Initializer | str | No
             return gamma_normal(gamma, in_axis=-3, out_axis=(-2, -1))
         if ndim == 3 and parent == "out":
             return gamma_normal(gamma, in_axis=(-3, -2))
-    if name in OUT_IN and ndim == 2 and "norm" not in parent:  # a norm's gain with one axis too many is one that `stacked` does not name
+    norm = re.search(r"norm|(^|_)ln(\d|_|$)", parent)  # its gain with one axis too many is one that `stacked` does not name
+    if name in OUT_IN and ndim == 2 and not norm:
         return gamma_normal(gamma, in_axis=-1, out_axis=-2)
     if name == "weight" and convolution:
         return gamma_normal(gamma, in_axis=1 - ndim, out_axis=-ndim)

@@ -3,6 +3,7 @@
 Matrices are read one at a time, so memory is that of the largest (stored.py). Nothing here depends on who stored them.
 """
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from gammalm.models.decoder import Model
 from gammalm.progress import Progress
 
 RANKS = ("auto", "all", "some", "none")
+BY_GAMMA = ("fan_in", "d_model", "branch_balanced", "mup")  # presets of ours that init.gamma reaches
+NORMS = {"post": "post-norm residuals", "deepnorm": "DeepNorm residuals", "none": "no norms", "fixup": "scalars in place of norms"}
 MANY = 10**9  # weights from which `auto` looks at the spectra of SOME layers alone: minutes instead of an hour
 SOME = 5
 SHOWN = ("std", "gamma", "stable_rank", "near_zero", "kurtosis")
@@ -53,7 +56,7 @@ def _inspect(subject: Subject, ranks: str, quiet: bool) -> dict:
     facts = _facts(subject, found)
     found["sink"] = sink_risk(facts["gamma"], facts["gated"], facts["sink"])
     found["advice"] = advice(facts)
-    found["unsaid"] = subject.unsaid + _unsaid(subject, matrices)
+    found["unsaid"] = subject.unsaid + _unsaid(subject, matrices, vectors)
     found["notes"] = list(subject.weights.notes) if subject.weights else []
     found["assumed"] = list(subject.described.assumed) if subject.described else []
     return found
@@ -61,14 +64,16 @@ def _inspect(subject: Subject, ranks: str, quiet: bool) -> dict:
 
 def _sizes(subject: Subject) -> dict:
     d, weights = subject.described, subject.weights
-    count = sum(m.size for m in weights.matrices) + sum(v.size for v in weights.vectors) if weights else None
+    whole = weights and not weights.unread  # quantized numbers are packed, so what is unread cannot be counted
+    count = sum(m.size for m in weights.matrices) + sum(v.size for v in weights.vectors) if whole else None
     active = None
     if subject.config is not None:
         m = subject.config.model
         model = Model(m)
         count, active = model.parameter_count, model.active_parameter_count
-        sizes = {"family": "gammalm", "width": m.d_model, "layers": m.n_layers, "vocabulary": m.vocab_size, "eps": m.norm_eps,
-                 "tied": m.tie_embeddings, "gate": m.gate, "norms": m.residual}  # fmt: skip
+        eps = m.norm_eps if m.norm in ("rms", "layer") else None
+        sizes = {"family": "gammalm", "width": m.d_model, "layers": m.n_layers, "vocabulary": m.vocab_size, "eps": eps,
+                 "tied": m.tie_embeddings, "gate": m.gate, "norms": NORMS.get(m.norm) or NORMS.get(m.residual, m.residual)}  # fmt: skip
     elif d is not None:
         sizes = {"family": d.model_type, "width": d.width, "layers": d.layers, "vocabulary": d.vocab, "eps": d.eps, "tied": d.tied,
                  "gate": "none" if d.norms else None, "norms": d.norms}  # fmt: skip
@@ -85,7 +90,7 @@ def _declared(subject: Subject) -> dict | None:
     """The declared initialization, and what it amounts to in γ by the fan-ins that theory's description lists."""
     if subject.config is not None:
         i = subject.config.init
-        found = {"key": "init.gamma", "value": i.gamma, "preset": i.preset}
+        found = {"key": "init.gamma", "value": i.gamma if i.preset in BY_GAMMA else None, "preset": i.preset}
     elif subject.described is not None and subject.described.declared:
         found = {"key": subject.described.declared_key, "value": subject.described.declared, "preset": None}
     else:
@@ -93,13 +98,11 @@ def _declared(subject: Subject) -> dict | None:
     rows = {}
     if subject.decoder is not None:
         d = subject.decoder
-        rows["embed"] = (d.d_model, d.embed / subject.scale)
+        rows["embed"] = (d.d_model, subject.declared("embed", d.d_model, None))  # decoder.embed has positions and a scale in it too
         if d.head is not None:
             rows["head"] = (d.d_model, d.head)
         for stack, stds in zip(d.stacks, d.stds, strict=True):
             rows |= {name: (fan or d.d_model, float(np.mean(stds[name]))) for name, fan in stack.matrices().items()}
-        if subject.distinct and subject.described:  # positions are in decoder.embed, of the same std
-            rows["embed"] = (d.d_model, subject.described.declared)
     elif subject.described is not None:
         fans = {"width": subject.described.width, "feed-forward": subject.described.ffn}
         rows = {name: (fan, found["value"]) for name, fan in fans.items() if fan}
@@ -134,9 +137,10 @@ def _measure(subject: Subject, ranks: str, quiet: bool) -> list[dict]:
 
 def _vector(v) -> dict:
     values = v.values()
-    low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
-    row = {"name": v.name, "kind": v.kind, "layer": v.layer, "size": v.size, "low": low, "high": high}
-    return row | {"moved": is_moved(low, high, v.kind)}
+    bad = int(values.size - np.count_nonzero(np.isfinite(values)))
+    low, high = (None, None) if bad else (float(values.min()), float(values.max()))
+    row = {"name": v.name, "kind": v.kind, "layer": v.layer, "size": v.size, "low": low, "high": high, "not_finite": bad}
+    return row | {"moved": not bad and is_moved(low, high, v.kind)}
 
 
 def _mean(values: Iterable) -> float | None:
@@ -182,24 +186,25 @@ def _facts(subject: Subject, found: Mapping) -> dict:
     if not gammas and found.get("state", {}).get("verdict") == "fresh":
         gammas = [row["gamma"] for row in found["matrices"] if row["gamma"] is not None]
     if own:
-        eps_key, ffn, scale, norms = "model.norm_eps", None, 1.0, found["norms"]
+        eps_key, ffn, norms = "model.norm_eps", None, found["norms"]
     else:
-        eps_key, ffn, scale, norms = (d.eps_key, d.ffn, d.scale, d.norms) if d else (None, None, 1.0, None)
+        eps_key, ffn, norms = (d.eps_key, d.ffn, d.norms) if d else (None, None, None)
+    scale = subject.scale * math.sqrt(2) if subject.distinct else subject.scale  # positions are as large as the table
     return {
         "width": width, "ffn": ffn, "eps": found["eps"], "eps_key": eps_key, "declared": declared["value"] if declared else None,
         "declared_key": declared["key"] if declared else "initializer_range", "scale": scale, "norms": norms,
         "gated": True if any(row["kind"] == "gate" for row in found["matrices"]) else found["gate"] and found["gate"] != "none",
-        "sink": sink,
+        "sink": sink, "preset": declared["preset"] if declared else None,
         "verdict": found.get("state", {}).get("verdict"), "own": own, "gamma": statistics.median(gammas) if gammas else None,
     }  # fmt: skip
 
 
-def _unsaid(subject: Subject, matrices: list[dict]) -> list[str]:
+def _unsaid(subject: Subject, matrices: list[dict], vectors: list[dict]) -> list[str]:
     if subject.weights is None:
         return []
-    said = [f"{m.name}: {m.unsaid}, so it has no gamma." for m in subject.weights.matrices if m.unsaid and m.expert in (None, 0)]
+    said = [f"{row['name']} holds {row['not_finite']:,} numbers that are not finite." for row in matrices + vectors if row["not_finite"]]
+    said += [f"{m.name}: {m.unsaid}, so it has no gamma." for m in subject.weights.matrices if m.unsaid and m.expert in (None, 0)]
     said += [f"{name} was not read: {why}." for name, why in subject.weights.unread.items()]
-    said += [f"{row['name']} holds {row['not_finite']:,} numbers that are not finite." for row in matrices if row["not_finite"]]
     ranked = [row["stable_rank"] is not None for row in matrices if min(row["rows"], row["columns"]) > 1 and not row["not_finite"]]
     if any(ranked) and not all(ranked):
         said.append("Stable ranks are of some layers alone; --ranks all has every one.")

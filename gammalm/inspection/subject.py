@@ -53,7 +53,7 @@ def open_path(path: str | Path, step: int | None = None) -> Subject:
     if not path.exists():
         hint = f" A config of ours is given as --config {path}." if str(path).partition(":")[0] in available() else ""
         raise ConfigError(f"{path} is not there. Name a run, a model folder, a file of safetensors or an Orbax folder.{hint}")
-    if path.is_file():
+    if path.is_file() and step is None:
         return _file(path)
     if step is None and path.name.isdigit():  # a step's folder inside a run
         run = next((folder for folder in path.absolute().parents[:2] if _is_run(folder)), None)
@@ -155,7 +155,7 @@ def _tensors(path: Path, source: str, folder: Path) -> Subject:
     """Safetensors, with the config.json of `folder` where there is one."""
     subject = Subject(str(path), source)
     hf = _json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    if hf.get("model_type"):
+    if (folder / CONFIG).is_file():
         _described(subject, hf, str(folder / CONFIG))
     else:
         subject.unsaid.append("There is no config.json: epsilon and the declared initialization are not known, so nothing is predicted.")
@@ -182,7 +182,7 @@ def _described(subject: Subject, hf: dict, where: str) -> Subject:
         _with_config(subject, config, Model(config.model).specs)
         m, mha = config.model, config.model.attention == "mha"
         sizes = (m.n_kv_heads, m.head_dim) if mha else (m.n_heads, 0)
-        subject.known = Known(str(hf.get("model_type")), m.d_model, m.n_heads, *sizes, m.tie_embeddings)
+        subject.known = Known(str(hf.get("model_type") or ""), m.d_model, m.n_heads, *sizes, m.tie_embeddings)
         return subject
     if hf.get("model_type") == OWN:
         raise ConfigError(f"{where} is of our own export, whose {OUR_CONFIG} is missing beside it. Export the run again.")

@@ -48,7 +48,7 @@ def head(found: Mapping) -> str:
         "" if found["tied"] is None else "tied head" if found["tied"] else "untied head",
         f"gate {found['gate']}" if found["gate"] else "",
         {"pre": "norms before branches", "sandwich": "norms before and behind branches", "post": "norms behind branches"}.get(
-            found["norms"], f"{found['norms']} residuals" if found["norms"] else ""
+            found["norms"], found["norms"] or ""
         ),
         f"eps {found['eps']:g}" if found["eps"] is not None else "",
         "/".join(found["dtypes"]),
@@ -59,6 +59,8 @@ def head(found: Mapping) -> str:
 def declared_line(found: Mapping) -> str:
     """What the config says of the initialization."""
     d = found["declared"]
+    if d["value"] is None:
+        return f"Declared initialization: init.preset {d['preset']}."
     preset = f" ({d['preset']})" if d["preset"] else ""
     return f"Declared initialization: {d['key']} {d['value']:g}{preset}."
 

@@ -21,6 +21,7 @@ READS = {  # part of a path -> kind of a matrix that reads the stream
 WRITES = {"out": "out", "o_proj": "out", "out_proj": "out", "wo": "ffn_down", "o": "out", "down_proj": "ffn_down", "down": "ffn_down",
           "w2": "ffn_down", "c_proj": "out"}  # fmt: skip
 EMBEDDINGS = ("embedding", "embed", "token_embedder", "embed_tokens", "wte", "embedder", "input_embedding", "table")
+BY_HEAD = ("q", "k", "v", "qkv", "gate", "out")  # kinds of three axes; of others the first may count experts
 STACKED = re.compile(r"(?:^|/)(?:[a-z_]*layers|blocks|h)(?:/|$)")
 NUMBERED = re.compile(r"(?:^|/)(?:[a-z_]*layers?|blocks?|h)[/_](\d+)(?:/|$)")
 
@@ -43,11 +44,13 @@ def read_jax(tensors: list[Tensor]) -> Weights:
             continue
         places = [(i, (*[slice(None)] * axis, i)) for i in range(layers)] if stacked else [(layer, ())]
         dims = len(tensor.shape) - stacked
-        for index, at in places:
-            if dims >= 2:
+        if layer is None and not stacked and dims > 2 and STACKED.search(tensor.name):
+            dims = 0  # one axis of it counts layers, and nothing says which
+        last = _parts(tensor.name)[1]
+        for index, at in places if tensor.size > 1 else []:
+            if dims != 1 and len(tensor.shape) > 1 and last not in VECTORS:  # a bias or a gain of [heads, size] is no matrix
                 found.matrices.append(_matrix(tensor, index, at, dims))
-            elif dims == 1 and tensor.size > 1:
-                last = _parts(tensor.name)[1]
+            elif len(tensor.shape) > stacked:
                 kind = "bias" if last in ("bias", "b", "offset") else "gain" if last in VECTORS or "norm" in tensor.name else "other"
                 found.vectors.append(vector(tensor, index, kind, at))
     return found
@@ -88,9 +91,9 @@ def _matrix(tensor: Tensor, layer: int | None, at: tuple, dims: int) -> Matrix:
         return piece(tensor, tensor.name, kind, inputs="columns", **place)
     if dims == 2 and (named or parts[0] in ("kernel", "w")):
         return piece(tensor, tensor.name, kind, inputs="rows", **place)
-    if dims == 3 and named in READS:
+    if dims == 3 and named in READS and kind in BY_HEAD:
         return piece(tensor, tensor.name, kind, inputs="rows", rows=shape[0], **place)
-    if dims == 3 and named in WRITES:
+    if dims == 3 and named in WRITES and kind in BY_HEAD:
         return piece(tensor, tensor.name, kind, inputs="rows", rows=shape[0] * shape[1], **place)
     why = f"nothing says which axes of {shape} are inputs"
     return piece(tensor, tensor.name, kind, inputs=None, unsaid=why, **place)

@@ -71,6 +71,8 @@ def _tensor(file: Path, name: str, entry: dict, start: int, size: int) -> Tensor
     if code not in DTYPES:
         return Tensor(name, shape, code, None)
     dtype = np.dtype(DTYPES[code])
+    if not all(isinstance(n, int) and n >= 0 for n in shape):
+        raise ValueError(f"tensor {name} has the shape {list(shape)}")
     if end - begin != math.prod(shape) * dtype.itemsize or not 0 <= begin <= start + end <= size:
         raise ValueError(f"tensor {name} of shape {list(shape)} does not lie in bytes {begin} to {end} of a file of {size} bytes")
 

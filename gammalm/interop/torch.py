@@ -21,7 +21,7 @@ DRAWN, ZERO, KEPT, UNKNOWN = "drawn", "zero", "kept", "unknown"  # what happens 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, *filter(None, [getattr(nn, "RMSNorm", None)]))
 SIZES = (("in_features", "out_features"), ("input_size", "output_size"), ("nx", "nf"))  # (nx, nf): Conv1D of transformers
 OUT_IN_STACKS = ("_EFD", "_EDF", "_EGD")  # torchtitan writes the axes of its experts into their names
-CHUNK = 2**24  # numbers drawn at once in fp32: what a draw takes beside the parameters
+CHUNK = 2**24  # numbers drawn at once in fp32 (more where one row has more): what a draw takes beside the parameters
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def gamma_init_(
 
     Drawn in fp32 and rounded to the parameter's dtype. DTensors are drawn by their own rules, with the fan-in of the whole.
     Raises ValueError, before anything is changed, for parameters on the meta device or partitioned by a wrapper, DTensors on CPUs (their
-    shards would repeat each other), a γ or fan-in that is none, a pattern that decides nothing.
+    shards would repeat each other), a γ or fan-in that is none, a pattern that is none or decides nothing, a fan-in for quantized numbers.
     Source: σ and the fans, docs/initializers.md.
     """
     if seed is not None and generator is not None:
@@ -90,7 +90,7 @@ def gamma_init_(
             _draw(parameter, row.std, own)
             for _, owner, _ in owners:
                 if getattr(owner, "padding_idx", None) is not None and isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
-                    parameter[owner.padding_idx].zero_()
+                    _zero_row(parameter, owner.padding_idx)
     return rows
 
 
@@ -147,6 +147,12 @@ def _plan(parameters: list[Held], gamma: float, gammas: Mapping[str, float], fan
     for key, value in fan_ins.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"gamma_init_: fan_ins[{key!r}] must be a whole number of at least 1 or None, not {value!r}.")
+    for what, mapping in (("gammas", gammas), ("fan_ins", fan_ins)):
+        for key in mapping:
+            try:
+                re.compile(key)
+            except re.error as error:
+                raise ValueError(f"gamma_init_: {what}[{key!r}] is no regular expression: {error}.") from None
     used, rows = set(), []
 
     def chosen(mapping: Mapping, names: list[str], default):
@@ -163,6 +169,11 @@ def _plan(parameters: list[Held], gamma: float, gammas: Mapping[str, float], fan
         row = (names[0], tuple(parameter.shape), DRAWN if isinstance(decision, int) else decision, type(owners[0][1]).__name__)
         numbers = (None, None, None)
         if isinstance(decision, int):
+            if _is_quantized(parameter):
+                raise ValueError(
+                    f"gamma_init_: {names[0]} is quantized ({parameter.dtype}), and fan_ins gives it a fan-in. Call gamma_init_ before "
+                    "quantizing, or give None in its place."
+                )
             own = float(chosen(gammas, names, gamma))
             numbers = (decision, own, decision**-own)
         rows.append(Row(*row, *numbers, tuple(names[1:])))
@@ -173,9 +184,14 @@ def _plan(parameters: list[Held], gamma: float, gammas: Mapping[str, float], fan
     return rows
 
 
+def _is_quantized(parameter: torch.Tensor) -> bool:
+    """Integers, and floats of 8 bits and fewer, are weights only together with a scale that is kept elsewhere."""
+    return not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2
+
+
 def _decide(owner: nn.Module, name: str, parameter: nn.Parameter) -> int | str:
     """The fan-in of a weight, or ZERO, KEPT, UNKNOWN."""
-    if not parameter.dtype.is_floating_point:  # quantized
+    if _is_quantized(parameter):
         return UNKNOWN
     if isinstance(owner, NORMS) or ("norm" in type(owner).__name__.lower() and parameter.ndim <= 1):
         return KEPT
@@ -205,8 +221,8 @@ def _fan_ins(owner: nn.Module) -> dict[str, int]:
                 for name, shape in shapes.items()
                 if name == "weight" and len(shape) in (2, 3) and sorted(shape[-2:]) == sorted(in_out)
             }
-    if re.search("(router|gate)$", type(owner).__name__, re.IGNORECASE):  # (experts, D), read by torch.nn.functional.linear
-        return {name: shape[1] for name, shape in matrices.items() if name == "weight"}
+    if re.search("(router|gate)$", type(owner).__name__, re.IGNORECASE):  # (experts, D), read as Linear reads; no (D, experts)
+        return {name: shape[1] for name, shape in matrices.items() if name == "weight" and shape[0] <= shape[1]}
     return _expert_fan_ins(owner, {name: shape for name, shape in shapes.items() if len(shape) == 3})
 
 
@@ -234,7 +250,20 @@ def _draw(parameter: torch.Tensor, std: float, generator: torch.Generator | None
     if _is_dtensor(parameter):
         parameter.normal_(0.0, std, generator=generator)
         return
-    wide = torch.promote_types(parameter.dtype, torch.float32)
     whole = torch.atleast_1d(parameter)
+    if whole.ndim > 2 and whole[0].numel() > CHUNK:  # a stack of large matrices
+        for matrix in whole:
+            _draw(matrix, std, generator)
+        return
     for part in whole.split(max(1, CHUNK * len(whole) // whole.numel())):
-        part.copy_(torch.empty(part.shape, dtype=wide, device=part.device).normal_(0.0, std, generator=generator))
+        part.copy_(torch.empty(part.shape, dtype=torch.float32, device=part.device).normal_(0.0, std, generator=generator))
+
+
+def _zero_row(parameter: torch.Tensor, row: int) -> None:
+    """Row `row` of a matrix becomes 0."""
+    if not _is_dtensor(parameter):
+        parameter[row].zero_()
+        return
+    kept = torch.ones(len(parameter), 1, dtype=parameter.dtype, device=parameter.device)  # parameter[row] of a sharded one may be a copy
+    kept[row] = 0
+    parameter.mul_(type(parameter).from_local(kept, parameter.device_mesh))  # the same on every device

@@ -158,7 +158,7 @@ def _layer(K_TT, std, key, *, stack: Stack, eps, start_T, d, theta, heads):
         ffn_TT = normed(ffn_TT, eps)
     pairs = {"attn_in": K_TT, "attn_added": attn_TT, "ffn_in": read_TT, "ffn_added": ffn_TT}
     measured = {name: _mean_variance(value) for name, value in pairs.items()}
-    read = _mean_variance(normed(K_TT, eps))
+    read = _mean_variance(K_TT if stack.norms == "post" else normed(K_TT, eps))
     latents = {}
     if isinstance(stack.attention, Latent):
         latents["kv_norm"] = d * jnp.square(std["attn/kv_down"]) * read

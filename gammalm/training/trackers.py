@@ -8,12 +8,14 @@ Who is logged in, the project and whether anything is sent are the tracker's own
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from gammalm.config import to_dict
 from gammalm.errors import ConfigError
 from gammalm.files import write_json_atomic
+from gammalm.sharding import processes
 
 IDS = "tracker.json"
 STEP = "step"  # the x axis: steps of the run, which may come again where a killed run goes on
@@ -53,12 +55,15 @@ def open_tracker(kind: str, workdir: Path, config) -> "Wandb | None":
 
 
 class Wandb:
-    """A run of Weights & Biases. Runs that train side by side in one process are runs of their own there (wandb 0.19.10 and later)."""
+    """A run of Weights & Biases. Runs that train side by side in one process are runs of their own there (wandb 0.19.10 and later).
+
+    A fault of it after the start is said once; it is told nothing more, and training goes on.
+    """
 
     def __init__(self, workdir: Path, config: Mapping, known_as: str):
         import wandb
 
-        folder = workdir.absolute()
+        self._name, folder = str(workdir), workdir.absolute()
         above = folder.parents[1] if folder.parent.name == "cells" else folder.parent  # of a grid's cell the grid
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or "gammalm", id=known_as, resume="allow", reinit="create_new", name=folder.name,
@@ -68,10 +73,20 @@ class Wandb:
         self._run.define_metric("*", step_metric=STEP)  # wandb's own step only grows, and drops what comes again
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log({STEP: step, **scalars})
+        self._tell(lambda run: run.log({STEP: step, **scalars}))
 
     def flush(self) -> None:
         """wandb sends by itself."""
 
     def close(self) -> None:
-        self._run.finish()
+        self._tell(lambda run: run.finish())
+
+    def _tell(self, what: Callable[[Any], None]) -> None:
+        if self._run is None:
+            return
+        try:
+            what(self._run)
+        except Exception as error:
+            self._run = None
+            told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            processes.say(f"{self._name}: the tracker has failed ({told}) and is told nothing more; training goes on.")

@@ -158,3 +158,28 @@ def test_the_risk_of_sinks():
     cases = ((1.0, False, False), (0.5, False, False), (1.0, True, False), (1.0, False, True), (None, False, False), (1.0, None, False))
     risks = [sink_risk(*case)["risk"] for case in cases]
     assert risks == ["raised", "usual", "low", "low", "unknown", "unknown"]
+
+
+def test_biases_alone_decide_nothing():
+    """torch's own Linears draw theirs, while gains begin as constants everywhere."""
+    fresh = [row(0.02 * np.random.default_rng(5).normal(size=(64, 64)))]
+    gain, bias = ({"name": "n", "kind": kind, "moved": kind == "bias"} for kind in ("gain", "bias"))
+    assert judge(fresh, [gain, bias])["verdict"] == "fresh" and judge(fresh, [bias])["verdict"] == "unclear"
+    assert judge(fresh, [bias | {"moved": False}])["verdict"] == "fresh"
+    assert "torch's own Linears" in judge(fresh, [gain, bias])["reasons"][1]
+
+
+def test_gamma_one_with_learned_positions():
+    """Positions are as large as the table, before and at gamma 1: both rows have sqrt(2) of it."""
+    declared = gamma_decoder(**SIZES, gamma=0.75, eps=1e-12)
+    declared = dataclasses.replace(declared, embed=declared.embed * 2**0.5, head=declared.embed)
+    choices = outlook(declared, distinct=True)["choices"]
+    assert [c["embedding"] for c in choices] == pytest.approx([2**0.5 * 128**-0.75, 2**0.5 / 128])
+
+
+def test_advice_for_presets_and_models_without_norms():
+    own = FACTS | {"own": True, "eps_key": "model.norm_eps", "preset": "fan_in", "declared": 1.0}
+    assert "every matrix has its own fan-in" in advice(own)[0] and "d_model" in advice(own | {"preset": "d_model"})[0]
+    assert "own fan-in" not in advice(own | {"preset": "d_model"})[0]
+    assert "gpt2 has no one gamma" in advice(own | {"preset": "gpt2", "declared": None})[0]
+    assert not [line for line in advice(own | {"eps": None}) if "eps" in line]

@@ -104,6 +104,12 @@ def test_a_proxy_that_refuses_is_the_reason(tmp_path):
     assert fetch([NPM])[NPM].problem == "npm failed with status 1 ('ProxyError('Cannot connect to proxy.')': /simple/x/)"
 
 
+def test_a_connection_that_came_back_is_not_the_reason(tmp_path):
+    said = "WARNING: Retrying (Retry(total=0)) after connection broken by 'ReadTimeoutError': /simple/x/\nERROR: the hashes do not match"
+    client(tmp_path, "npm", f"print({said!r}, file=sys.stderr); sys.exit(1)")
+    assert fetch([NPM])[NPM].problem == "npm failed with status 1 (ERROR: the hashes do not match)"
+
+
 def test_a_client_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
     monkeypatch.setattr(fetching, "CLIENT_SECONDS", 0.7)
     client(tmp_path, "npm", f"pid = os.fork()\nif pid: open({str(tmp_path / 'child')!r}, 'w').write(str(pid))\ntime.sleep(60)")

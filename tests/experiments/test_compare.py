@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from gammalm.cli import main as cli
-from gammalm.config import from_json, leaves, to_json
+from gammalm.config import apply_overrides, from_json, leaves, to_json
 from gammalm.errors import ConfigError
 from gammalm.experiments.compare import compare, read_runs
 from gammalm.experiments.compare_page import write_page
@@ -73,6 +73,67 @@ def test_speed_is_the_median_without_the_first_row(tmp_path, cells):
     assert [row["loss"] for row in found["at_equal_tokens"]][-1] == [2.0, 2.0] and found["validation_at_equal_tokens"] == []
 
 
+def run_folder(folder, config, rows=(), versions=None):
+    """A run's folder with these rows of metrics."""
+    folder.mkdir()
+    to_json(config, folder / "config.json")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if versions is not None:
+        (folder / "versions.json").write_text(json.dumps(versions))
+
+
+def rows_of_training(tokens):
+    return [{"kind": "train", "step": i + 1, "tokens": at, "loss": 2.0} for i, at in enumerate(tokens)]
+
+
+def test_every_version_that_differs_is_said(tmp_path, cells, capsys):
+    config = from_json(cells[0] / "config.json")
+    for name, optax in (("a", "0.2.5"), ("b", "0.2.6")):
+        run_folder(tmp_path / name, config, versions={"jax": "0.10.0", "optax": optax})
+    (tmp_path / "b" / "metrics.jsonl").write_text(json.dumps({"kind": "resumed", "step": 4, "versions": {}}) + "\n")
+    found = compare(read_runs([tmp_path / "a", tmp_path / "b"]))
+    assert found["versions"] == {"optax": ["0.2.5", "0.2.6"]}
+    assert [note.partition(":")[0] for note in found["notes"] if "versions" in note] == ["b went on with other versions than it began with"]
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "are the same" not in capsys.readouterr().out
+
+
+def test_a_run_that_has_logged_nothing_does_not_hide_the_others(tmp_path, cells):
+    config = from_json(cells[0] / "config.json")
+    for name, tokens in (("a", (10, 20)), ("b", (10,)), ("c", ())):
+        run_folder(tmp_path / name, config, rows_of_training(tokens))
+    found = compare(read_runs([tmp_path / name for name in "abc"]))
+    assert found["at_equal_tokens"] == [{"tokens": 10, "loss": [2.0, 2.0, None]}]
+
+
+def test_a_loss_that_is_no_number_is_left_out_of_the_curves(tmp_path, cells):
+    config = from_json(cells[0] / "config.json")
+    for name, loss in (("a", math.inf), ("b", math.nan)):
+        bad = {"kind": "validation", "step": 2, "tokens": 20, "loss": loss, "bits_per_byte": loss, "domains": {}}
+        run_folder(tmp_path / name, config, [*rows_of_training((10, 20)), bad])
+    runs = read_runs([tmp_path / "a", tmp_path / "b"])
+    assert "<svg" in write_page(runs, compare(runs))
+
+
+@pytest.mark.parametrize(
+    "schedule, changed, differ",
+    [
+        ("cosine", {"batch.sequences": 16}, True),
+        ("cosine", {"optimizer.final_fraction": 0.5}, True),
+        ("cosine", {"optimizer.cooldown_share": 0.5}, False),
+        ("wsd", {"optimizer.cooldown_share": 0.5}, True),
+        ("constant", {"train.steps": 7}, False),
+        ("constant", {"seed": 7}, False),
+    ],
+)
+def test_when_learning_rates_are_not_the_same(tmp_path, cells, schedule, changed, differ):
+    config = from_json(cells[0] / "config.json")
+    both = [("optimizer.schedule", schedule), ("optimizer.warmup_steps", 2)]
+    run_folder(tmp_path / "a", apply_overrides(config, both))
+    run_folder(tmp_path / "b", apply_overrides(config, both + list(changed.items())))
+    assert ("Learning rates" in " ".join(compare(read_runs([tmp_path / "a", tmp_path / "b"]))["notes"])) == differ
+
+
 def seal(folder, tokenizer):
     (folder / "checkpoints" / "000000009").mkdir(parents=True)
     (folder / "checkpoints" / "000000009" / "checksums.json").write_text(
@@ -107,6 +168,8 @@ def test_refusals(tmp_path, cells):
     grid = cells[0].parents[1]
     (tmp_path / "net").mkdir()
     (tmp_path / "net" / "config.json").write_text(json.dumps({"model": {"widths": [11, 5, 1]}}))
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8}))
     for folders, says in (
         ([cells[0]], "two or more"),
         ([cells[0], cells[0].parent / "." / cells[0].name], "two or more"),
@@ -114,6 +177,7 @@ def test_refusals(tmp_path, cells):
         ([cells[0], tmp_path], "holds no config.json"),
         ([cells[0], grid], "gammalm report"),
         ([cells[0], tmp_path / "net"], "small supervised net"),
+        ([cells[0], tmp_path / "hf"], "config.json is of no run"),
     ):
         with pytest.raises(ConfigError, match=says):
             read_runs(folders)

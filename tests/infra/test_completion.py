@@ -79,6 +79,7 @@ def test_where_words_do_not_break_whole_words_are_offered(commands, tmp_path):
 
 def test_zsh_and_fish_take_their_scripts(commands, tmp_path):
     """Where they are installed: they parse; fish completes too. Elsewhere: the text alone."""
+    assert "--config.optimizer.clip=" in completion.bash(commands) and "--config.optimizer.clip=" not in completion.zsh(commands)
     for shell, script in (("zsh", completion.zsh(commands)), ("fish", completion.fish(commands))):
         assert script.count("print-config") >= 1 and script.count("config.model.gate") >= 1
         (tmp_path / shell).write_text(script)

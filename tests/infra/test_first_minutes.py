@@ -85,6 +85,14 @@ def test_a_stale_environment_is_named_where_something_fails(stale):
     assert "ZeroDivisionError" in bug.stderr and "made for gammalm 0.0.1" in bug.stderr.splitlines()[-1]
 
 
+def test_a_package_of_which_an_install_left_half_is_missing(tmp_path, monkeypatch):
+    (tmp_path / "half_installed-1.0.dist-info").mkdir()
+    (tmp_path / "gammalm-0.0.1.dist-info").mkdir()
+    (tmp_path / "gammalm-0.0.1.dist-info" / "METADATA").write_text("Name: gammalm\nVersion: 0.0.1\nRequires-Dist: half-installed>=1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "half-installed is missing" in explain(KeyError())
+
+
 def test_in_an_environment_that_fits_nothing_is_added(monkeypatch):
     monkeypatch.setattr("gammalm.cli.environment.misfits", lambda installed: [])
     for fault in (ImportError("a part of it"), KeyError("a bug")):
@@ -213,7 +221,8 @@ def test_ctrl_c_within_an_import_is_never_swallowed(tmp_path):
 @pytest.mark.parametrize("moment", ["importing", "a row"])
 def test_ctrl_c_ends_soon_and_the_run_goes_on(corpus, tmp_path, moment):
     """A real SIGINT: while JAX is imported, and while it trains; then the same command ends the run."""
-    argv = [sys.executable, "-m", "gammalm.cli.main", "train", "--config", TINY.replace("steps=4", "steps=200"), "--workdir", "run"]
+    told = ["-X", "importtime"] * (moment == "importing")  # a line on stderr for each module
+    argv = [sys.executable, *told, "-m", "gammalm.cli.main", "train", "--config", TINY.replace("steps=4", "steps=200"), "--workdir", "run"]
     argv += [f"--config.data.path={corpus[0]}", "--config.train.checkpoint_every=100", "--config.train.log_every=1"]
     one_device = os.environ | {"XLA_FLAGS": ""}
     started = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=one_device)
@@ -222,7 +231,7 @@ def test_ctrl_c_ends_soon_and_the_run_goes_on(corpus, tmp_path, moment):
         assert started.poll() is None
         time.sleep(0.05)
     if moment == "importing":
-        time.sleep(1.0)
+        assert any("jax._src" in line for line in started.stderr)  # read up to there: hundreds more follow
     sent = time.monotonic()
     started.send_signal(signal.SIGINT)
     _, error = started.communicate(timeout=60)

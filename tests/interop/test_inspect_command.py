@@ -7,12 +7,14 @@ import shutil
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from gammalm.analysis.weights import weight_rows
 from gammalm.cli.main import main
 from gammalm.config import load_config, to_json
+from gammalm.errors import ConfigError
 from gammalm.initializers import init_params
-from gammalm.inspection import inspect_config, inspect_model, page_of
+from gammalm.inspection import inspect_config, inspect_model, page_of, text_of
 from gammalm.interop.export import export_hf
 from gammalm.models.decoder import Model
 from gammalm.training.load import save_model
@@ -20,6 +22,7 @@ from gammalm.training.load import save_model
 from .cases import CASES, config_of, random_model
 
 to_device = importlib.import_module("gammalm.cli.import").to_device  # a keyword, as a name
+
 
 def rows_of(found):
     return sorted((r["fan_in"], r["std"], r["gamma"], r["kurtosis"], r["near_zero"]) for r in found["matrices"])
@@ -129,3 +132,28 @@ def test_refusals(arguments, says, folder, tmp_path, capsys):
     places = {"run": folder / "run", "exported": folder / "exported", "empty": tmp_path}
     assert main(["inspect", *(a.format(**places) for a in arguments)]) in (1, 2)
     assert says in capsys.readouterr().err
+
+
+def test_configs_of_ours_that_are_not_plain(monkeypatch):
+    monkeypatch.setattr("gammalm.inspection.figures.outlook", lambda *_, **__: None)  # has a test of its own, and compiles
+    learned = inspect_config(config_of({}, style="gpt2"), "lm")
+    rows = {row["matrix"]: row for row in learned["declared"]["matrices"]}
+    assert learned["declared"]["value"] == 0.7 and rows["embed"]["gamma"] == pytest.approx(0.7)  # the table's, without the positions
+    scheme = inspect_config(load_config("lm:size=tiny", [("init.preset", "gpt2")]), "lm")
+    assert scheme["declared"]["value"] is None and "init.preset gpt2" in text_of(scheme) and "no one gamma" in scheme["advice"][0]
+    post = inspect_config(load_config("lm:size=tiny", [("model.residual", "post")]), "lm")
+    assert "post-norm residuals" in text_of(post) and not [line for line in post["advice"] if "behind each branch" in line]
+    fixup = inspect_config(load_config("lm:preset=fixup"), "lm")
+    assert fixup["eps"] is None and "scalars in place of norms" in text_of(fixup) and not [a for a in fixup["advice"] if "norm_eps" in a]
+
+
+def test_numbers_that_are_not_finite_are_said_first(tmp_path):
+    arrays = {"norm.weight": np.array([1, np.nan, 1], np.float32), "a.q_proj.weight": np.full((4, 3), np.inf, np.float32)}
+    many = {f"b.{i}.qweight": np.ones((2, 2), np.int32) for i in range(20)}
+    save_file(arrays | many, tmp_path / "x.safetensors")
+    found = inspect_model(tmp_path / "x.safetensors")
+    assert "NaN" not in json.dumps(found) and [line.split()[0] for line in found["unsaid"][1:3]] == ["a.q_proj.weight", "norm.weight"]
+    assert not found["vectors"][0]["moved"] and found["parameters"]["total"] is None and found["state"]["verdict"] == "unclear"
+    page_of(found)
+    with pytest.raises(ConfigError, match="has no step 3"):
+        inspect_model(tmp_path / "x.safetensors", step=3)

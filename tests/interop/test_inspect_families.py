@@ -10,7 +10,7 @@ from gammalm.analysis.outlook import _tokens
 from gammalm.errors import ConfigError
 from gammalm.inspection import inspect_model, page_of, text_of
 from gammalm.interop.families import FAMILIES, describe
-from gammalm.theory import predict
+from gammalm.theory import Heads, predict
 
 BASE = dict(vocab_size=60, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32,
             bos_token_id=None, eos_token_id=None, pad_token_id=None)  # fmt: skip
@@ -180,3 +180,42 @@ def test_a_model_of_text_and_images_is_described_by_its_text():
 
 def test_every_family_has_a_random_model_here():
     assert set(MODELS) == set(FAMILIES)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_that_a_config_lacks_are_the_familys(name):
+    """Those of the class's own defaults; nested configs of models of text and images are stored without them."""
+    transformers = pytest.importorskip("transformers")
+    full = describe(getattr(transformers, MODELS[name][0])().to_dict(), "config.json")
+    bare = describe({"model_type": name}, "config.json")
+    for field in ("width", "layers", "vocab", "ffn", "eps", "tied", "scale", "declared"):
+        assert getattr(bare, field) == getattr(full, field), field
+    assert bare.decoder.stacks == full.decoder.stacks and bare.decoder.softcap == full.decoder.softcap
+    assert any(said.startswith("vocab_size = ") for said in bare.assumed)
+
+
+def test_a_nested_config_may_leave_sizes_out():
+    inner = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}  # Gemma 3 4B's
+    d = describe({"model_type": "gemma3", "text_config": inner}, "config.json")
+    assert (d.width, d.vocab, d.tied, d.decoder.stacks[0].attention) == (2560, 262208, True, Heads(8, 256, True))
+    llava = describe({"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}}, "config.json")
+    assert (llava.width, llava.vocab, llava.tied) == (4096, 32064, False) and "hidden_size = 4096" in llava.assumed
+
+
+def test_sizes_by_layer_are_no_size():
+    d = describe({"model_type": "newest", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": [1, 2]}, "config.json")
+    assert d.known.kv_heads == 4 and d.known.head_dim == 8
+
+
+def test_a_config_without_model_type(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "initializer_range": 0.02}))
+    found = inspect_model(tmp_path)
+    assert "has no model_type" in found["unsaid"][0] and found["declared"]["matrices"] and "None" not in text_of(found).splitlines()[0]
+
+
+def test_odd_values_are_no_crash():
+    d = describe(CONFIGS["llama"] | {"model_type": "llama", "hidden_act": ["silu"], "rope_parameters": "x"}, "config.json")
+    assert d.decoder is None and "hidden_act" in d.unsaid[0]
+    assert describe(CONFIGS["llama"] | {"model_type": "llama", "rope_parameters": "x"}, "config.json").decoder.rope_theta == 10_000
+    assert describe({"model_type": "newest", "layer_norm_eps": float("nan")}, "config.json").eps is None

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from gammalm.errors import CheckpointError
 from gammalm.interop import layouts
 from gammalm.interop.jax_names import read_jax
-from gammalm.interop.mapped import is_orbax, read_orbax, read_safetensors
+from gammalm.interop.mapped import Tensor, is_orbax, read_orbax, read_safetensors
 from gammalm.interop.torch_names import Known, read_torch
 
 D, F, V, H, K, E = 12, 20, 30, 3, 4, 2
@@ -94,6 +94,9 @@ def test_conv1d_is_inputs_first_and_linears_of_its_names_are_not(tmp_path):
         ("out", 1, None): arrays["h.1.attn.c_proj.weight"], ("ffn_up", 1, None): arrays["h.1.mlp.c_fc.weight"],
         ("ffn_down", 1, None): arrays["h.1.mlp.c_proj.weight"],
     })  # fmt: skip
+    cross = "h.1.crossattention.c_attn.weight"
+    weights = read(tmp_path, arrays | tensors({cross: (D, 2 * D)}))
+    assert [(m.kind, m.fan_in, m.fan_out) for m in weights.matrices if m.name.startswith(cross)] == [("qkv", D, 2 * D)]
     linears = {name: a.T.copy() if "attn.c" in name or "mlp" in name else a for name, a in arrays.items()}
     rows = found(read(tmp_path, linears, Known(heads=H, kv_heads=H, head_dim=K)))
     np.testing.assert_array_equal(rows["k", 1, None][0], qkv[:, D : 2 * D])
@@ -157,12 +160,13 @@ def test_shards_and_what_is_no_weight(tmp_path):
         read_safetensors(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["short", "length", "json", "empty"])
+@pytest.mark.parametrize("damage", ["short", "length", "json", "empty", "shape"])
 def test_damaged_files_are_refused(tmp_path, damage):
     file = tmp_path / "x.safetensors"
     save_file(tensors({"q_proj.weight": (8, 8)}), file)
     whole = file.read_bytes()
-    file.write_bytes({"short": whole[:-9], "length": b"\xff" * 8 + whole[8:], "json": whole[:9] + b"?" + whole[10:], "empty": b""}[damage])
+    file.write_bytes({"short": whole[:-9], "length": b"\xff" * 8 + whole[8:], "json": whole[:9] + b"?" + whole[10:], "empty": b"",
+                      "shape": whole.replace(b"[8,8]", b"[-8,-8]", 1).replace(b"}  ", b"}", 1)}[damage])  # fmt: skip
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
         read_safetensors(file)
 
@@ -210,3 +214,64 @@ def test_stacked_layers_on_another_axis(tmp_path):
     layers = {("q", i, None): query[:, i].reshape(D, -1) for i in range(5)} | {("ffn_down", i, None): down[:, i] for i in range(5)}
     expect(weights, layers | {("embed", None, None): params["embed"]["embedding"].T})
     assert [(v.layer, v.size) for v in weights.vectors] == [(i, D) for i in range(5)]
+
+
+def test_what_names_do_not_say_has_no_fan_in(tmp_path):
+    """Neither Mamba's A_log nor a stack of three axes is a Linear; a convolution is; causal masks and positions are no weights."""
+    arrays = tensors({"layers.0.mixer.A_log": (D, F), "layers.0.mixer.conv1d.weight": (D, 1, 4), "vit.pos_embed": (1, 5, D),
+                      "layers.0.attention.bias": (1, 1, 7, 7), "layers.0.self_attn.in_proj_weight": (3 * D, D)})  # fmt: skip
+    weights = read(tmp_path, arrays | {"position_ids": np.arange(7)})
+    fans = {m.name.rpartition(".")[2]: m.fan_in for m in weights.matrices}
+    assert fans == {"A_log": None, "weight": 4, "pos_embed": None, "in_proj_weight": D} and not weights.unread
+    assert all("nothing says which axes" in m.unsaid for m in weights.matrices if m.fan_in is None)
+
+
+def test_fp8_with_scales_is_no_weight_as_it_stands(tmp_path):
+    """The layout of DeepSeek-V3's files, and of GPTQ's scales; FP8 without scales is a plain cast."""
+    base = "model.layers.0.mlp."
+    fp8 = tensors({base + "down_proj.weight": (D, F), base + "up_proj.weight": (F, D)}, ml_dtypes.float8_e4m3fn)
+    scales = tensors({base + "down_proj.weight_scale_inv": (1, 2), base + "gate_proj.scales": (2, F)})
+    arrays = fp8 | scales
+    codes = {"float8_e4m3fn": "F8_E4M3", "float32": "F32"}
+    rows = [Tensor(name, a.shape, codes[a.dtype.name], lambda a=a: a) for name, a in arrays.items()]
+    weights = read_torch(rows)
+    expect(weights, {("ffn_up", 0, None): arrays[base + "up_proj.weight"].T})
+    assert set(weights.unread) == arrays.keys() - {base + "up_proj.weight"}
+
+
+def test_names_that_mean_two_things(tmp_path):
+    arrays = tensors({"encoder.layer.1.intermediate.dense.weight": (F, D), "encoder.layer.1.output.dense.weight": (D, F),
+                      "encoder.layer.1.attention.output.dense.weight": (D, D), "block.2.layer.1.DenseReluDense.wo.weight": (D, F),
+                      "layers.3.attention.wo.weight": (D, D), "vision_tower.layers.1.self_attn.q_proj.weight": (D, D)})  # fmt: skip
+    kinds = [(m.kind, m.layer) for m in read(tmp_path, arrays).matrices]
+    assert sorted(kinds, key=str) == [("ffn_down", 1), ("ffn_down", 2), ("ffn_up", 1), ("other", None), ("out", 1), ("out", 3)]
+    alone = {"vision_tower.layers.1.self_attn.q_proj.weight": arrays["vision_tower.layers.1.self_attn.q_proj.weight"]}
+    assert [(m.kind, m.layer) for m in read(tmp_path, alone).matrices] == [("q", 1)]
+
+
+def test_granites_experts(tmp_path):
+    base = "model.layers.0.block_sparse_moe."
+    arrays = tensors({base + "input_linear.weight": (E, 2 * F, D), base + "output_linear.weight": (E, D, F)})
+    wanted = {}
+    for e in range(E):
+        gate, up = np.split(arrays[base + "input_linear.weight"][e], 2)
+        wanted |= {("ffn_gate", 0, e): gate.T, ("ffn_up", 0, e): up.T, ("ffn_down", 0, e): arrays[base + "output_linear.weight"][e].T}
+    expect(read(tmp_path, arrays, Known("granitemoe", D)), wanted)
+
+
+def test_biases_and_gains_of_heads_are_vectors():
+    rng = np.random.default_rng(0)
+    shapes = {"query/kernel": (D, H, K), "query/bias": (H, K), "q_norm/scale": (H, K)}
+    weights = read_jax([Tensor(f"params/layers_0/attention/{name}", shape, "float32", lambda s=shape: rng.normal(size=s))
+                        for name, shape in shapes.items()])  # fmt: skip
+    assert [(m.kind, m.fan_in) for m in weights.matrices] == [("q", D)]
+    assert [(v.kind, v.size) for v in weights.vectors] == [("bias", H * K), ("gain", H * K)]
+
+
+def test_three_axes_of_jax_may_be_experts_or_layers():
+    """[E, in, out] of MaxText's experts, and stacked layers without a norm that shows their axis: nothing is guessed."""
+    shapes = {"layers_0/MoeBlock_0/wi_0": (E, D, F), "layers_0/MoeBlock_0/wo": (E, F, D), "layers/mlp/wi_0/kernel": (5, D, F),
+              "layers/attention/query/kernel": (5, D, H * K), "layers_0/attention/out/kernel": (H, K, D)}  # fmt: skip
+    weights = read_jax([Tensor(f"params/{name}", shape, "float32", lambda s=shape: np.ones(s)) for name, shape in shapes.items()])
+    assert [m.fan_in for m in weights.matrices] == [None] * 4 + [H * K] and "nothing says which axes" in weights.matrices[0].unsaid
+    assert [np.concatenate(list(m.blocks())).size for m in weights.matrices] == [np.prod(shape) for shape in shapes.values()]

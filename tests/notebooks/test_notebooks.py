@@ -186,6 +186,18 @@ def test_what_is_wrong_is_said(install, how, message):
 # ---- run
 
 
+def test_another_text_gets_runs_of_its_own():
+    """Notebook 5 again with other text: a run of the text before would refuse the new tokenizer."""
+    (cell,) = [cell for cell in cells(BOOKS[4], "code") if "\nfolders = " in cell]
+    (lines,) = re.findall(r"\A(.*?^folders = .*?)$", cell, re.MULTILINE | re.DOTALL)
+    folders = []
+    for sha256 in ("a" * 64, "b" * 64):
+        names = {"manifest": {"tokenizer": {"sha256": sha256}}, "RUNS": Path("runs"), "configs": {0.5: None, 1.0: None}}
+        exec(lines, names)
+        folders += names["folders"].values()
+    assert len(set(folders)) == 4
+
+
 @pytest.mark.full
 @each
 def test_it_runs(book, tmp_path, corpus, monkeypatch):

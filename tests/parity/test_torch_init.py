@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.parity
 
-from gammalm.interop.torch import format_rows, gamma_init_  # noqa: E402
+from gammalm.interop.torch import _zero_row, format_rows, gamma_init_  # noqa: E402
 
 from ..initializers.any_recipe import recipe  # noqa: E402
 
@@ -183,6 +183,28 @@ def test_a_matrix_is_no_gain_and_a_layer_may_stand_twice():
     assert [(row.name, row.action, row.tied) for row in rows] == [("0.weight", "drawn", ("2.weight",)), ("1.weight", "unknown", ())]
 
 
+class ReadingGate(torch.nn.Module):
+    """Its name says a router of transformers, (experts, D); its weight is (D, experts)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((30, 4), 7.0))
+
+
+def test_a_gate_of_another_layout_and_quantized_numbers_are_left():
+    kinds = (torch.int8, torch.float8_e4m3fn, torch.bfloat16)
+    layers = [torch.nn.Linear(40, 30, bias=False) for _ in kinds]
+    for layer, kind in zip(layers, kinds, strict=True):
+        layer.weight = torch.nn.Parameter(torch.full((30, 40), 7.0).to(kind), requires_grad=False)
+    module = torch.nn.ModuleList([ReadingGate(), *layers])
+    with pytest.warns(UserWarning, match="leaves 3 parameters"):
+        rows = gamma_init_(module, seed=0)
+    assert [row.action for row in rows] == ["unknown", "unknown", "unknown", "drawn"]
+    assert all((p.float() == 7).all() for p in list(module.parameters())[:3])
+    with pytest.raises(ValueError, match=r"1.weight is quantized \(torch.int8\)"):
+        gamma_init_(module, fan_ins={"weight": 40})
+
+
 def drawn(gamma=1.0, dtype=torch.float32, extra=False, **how):
     layers = [torch.nn.Linear(40, 30), torch.nn.Embedding(100, 40)]
     module = torch.nn.Sequential(*layers, *([torch.nn.Linear(5, 5)] if extra else [])).to(dtype)
@@ -199,6 +221,7 @@ def test_seeds_and_dtypes():
         assert b.dtype == torch.bfloat16 and torch.equal(a.to(torch.bfloat16), b)
     first, second = (drawn(generator=torch.Generator().manual_seed(9)) for _ in range(2))
     assert torch.equal(first[1], second[1])
+    assert all(torch.equal(a.double(), b) for a, b in zip(base, drawn(seed=5, dtype=torch.float64), strict=True))
     torch.manual_seed(4)
     module = torch.nn.Linear(40, 30)
     state = torch.get_rng_state()
@@ -212,11 +235,13 @@ def test_drawn_in_parts(monkeypatch):
     monkeypatch.setattr("gammalm.interop.torch.CHUNK", 1000)
     module = torch.nn.Linear(64, 130, bias=False)
     module.weight = torch.nn.Parameter(torch.zeros(64, 130).T)
+    module.experts_EFD = torch.nn.Parameter(torch.zeros(3, 30, 50))  # one expert is larger than a part
     sizes, empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda shape, **how: sizes.append(shape.numel()) or empty(shape, **how))
-    gamma_init_(module, seed=0)
+    gamma_init_(module, fan_ins={"experts": 50}, seed=0)
     measured(module.weight.detach(), 64, 1.0, "strided")
-    assert sum(sizes) == 64 * 130 and max(sizes) <= 1000
+    measured(module.experts_EFD.detach(), 50, 1.0, "experts")
+    assert sum(sizes) == 64 * 130 + 3 * 30 * 50 and max(sizes) <= 1000
     assert module.weight.all() and len(module.weight.unique()) > 8000
 
 
@@ -227,6 +252,7 @@ def test_refusals():
     for arguments, message in (
         (dict(gamma=-1), "gamma must be"), (dict(gamma=True), "gamma must be"), (dict(gammas={"weight": "1"}), r"gammas\['weight'\]"),
         (dict(fan_ins={"weight": 0}), "whole number"), (dict(fan_ins={"wieght": 3}), "decides nothing"),
+        (dict(gammas={"(": 0.5}), r"gammas\['\('\] is no regular expression"),
         (dict(gammas={"bias": 0.5}), "decides nothing"), (dict(seed=1, generator=torch.Generator()), "not both"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
@@ -267,6 +293,24 @@ def test_sharded_tensors_on_cpus_are_refused(tmp_path):
         distributed.destroy_process_group()
 
 
+def test_the_row_of_padding_of_a_sharded_table():
+    """Rows of a sharded DTensor are copies: the row is set to 0 in the shard that has it."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # one process stands for both
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        for axis, shape in ((0, (4, 6)), (1, (8, 3))):
+            table = torch.nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [Shard(axis)], src_data_rank=None))
+            with torch.no_grad():
+                _zero_row(table, 3)
+            shard = table.to_local()
+            assert shard.shape == shape and not shard[3].any() and shard.sum() == shard.numel() - shape[1]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_the_file_alone_is_enough(tmp_path):
     """A copy under another name works where neither gammalm nor JAX can be imported, and imports neither."""
     import gammalm.interop.torch as ours
@@ -301,8 +345,10 @@ def test_the_recipe_for_torchtitan():
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_the_recipe_for_megatron(on_cpu):
-    """What reads the whole input goes by its own shape; what reads a share of it by the share times the ranks."""
-    config = types.SimpleNamespace(use_cpu_initialization=on_cpu, tensor_model_parallel_size=4, expert_tensor_parallel_size=None)
+    """What reads the whole input goes by its own shape; what reads a share of it by the share times the ranks. A vector becomes 0."""
+    config = types.SimpleNamespace(
+        use_cpu_initialization=on_cpu, tensor_model_parallel_size=4, expert_tensor_parallel_size=None, num_moe_experts=None if on_cpu else E
+    )
     recipe("megatron")["set_gamma"](config)
     share = 1 if on_cpu else 4
     for init, shape, fan_in in (
@@ -310,6 +356,8 @@ def test_the_recipe_for_megatron(on_cpu):
         (config.embedding_init_method, (V, D), D),
         (config.output_layer_init_method, (D, F // share), F),
     ):
-        weight = torch.empty(shape)
-        init(weight)
-        measured(weight, fan_in, 1.0, "megatron")
+        measured(init(torch.empty(shape)), fan_in, 1.0, "megatron")  # its attention keeps what is returned
+        assert not init(torch.ones(E)).any()
+    config.num_moe_experts, config.use_cpu_initialization = E, True
+    with pytest.raises(AssertionError):
+        recipe("megatron")["set_gamma"](config)

@@ -8,7 +8,7 @@ import pytest
 from scipy import special
 
 from gammalm.errors import ConfigError
-from gammalm.theory import Decoder, Dense, Heads, Stack, predict
+from gammalm.theory import Decoder, Dense, Heads, Latent, Stack, predict
 from gammalm.theory.gradients import stream_gradients
 
 T, D, H, K, F, L, VOCAB = 24, 256, 4, 64, 320, 2, 40
@@ -91,3 +91,11 @@ def test_what_is_refused():
     for one in (decoder("post"), decoder("pre", parallel=True)):
         with pytest.raises(ConfigError, match="follow each other"):
             stream_gradients(one, np.arange(4), np.arange(4))
+
+
+@pytest.mark.parametrize("norms", ["pre", "post"])
+def test_latents_read_the_stream_where_no_norm_is_before_them(norms):
+    stack = Stack(1, Latent(H, 0, 16, 8, 4, 8), Dense(32), norms=norms)
+    decoder = Decoder(D, VOCAB, (stack,), (dict.fromkeys(stack.matrices(), 0.03),), 0.02, None, 1e-12)
+    found = predict(decoder, np.arange(8), heads=0)
+    assert found.latents["kv_norm"] == pytest.approx([D * 0.03**2 * (1.0 if norms == "pre" else 0.02**2)], rel=1e-4)

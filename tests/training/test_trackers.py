@@ -1,6 +1,6 @@
 """The tracker: numbers and config reach it, a run that goes on continues the same one, process 0 alone tells, refusals are plain.
 
-The made here are stand-ins with the calls that are made; the real wandb runs where it is installed.
+The runs made here are stand-ins with the calls that are used; the real wandb runs where it is installed.
 """
 
 import json
@@ -11,6 +11,8 @@ import pytest
 
 from gammalm.config import load_config
 from gammalm.errors import ConfigError
+from gammalm.experiments.grid import load_grid
+from gammalm.experiments.runner import run_grid
 from gammalm.training import trackers, workdir
 from gammalm.training.workdir import Metrics, prepare
 
@@ -84,6 +86,14 @@ def test_a_package_that_is_missing_is_named_before_anything_is_made(tmp_path, mo
     assert not (tmp_path / "run").exists()
 
 
+def test_a_grid_is_refused_before_it_is_recorded(tmp_path, monkeypatch):
+    """Else the same grid without the tracker would be another one in the same folder."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="needs the package wandb"):
+        run_grid(load_grid("grids/quickstart", [("train.tracker", "wandb")]), tmp_path / "grid")
+    assert not (tmp_path / "grid").exists()
+
+
 def test_a_tracker_that_does_not_start_is_a_plain_refusal(tmp_path, monkeypatch):
     def refuse(**_):
         raise RuntimeError("api_key not configured (no-tty)")
@@ -94,6 +104,22 @@ def test_a_tracker_that_does_not_start_is_a_plain_refusal(tmp_path, monkeypatch)
     assert not (tmp_path / "tracker.json").exists()
 
 
+@pytest.mark.parametrize("call", ["log", "finish"])
+def test_a_tracker_that_fails_later_does_not_end_the_run(made, tmp_path, capsys, monkeypatch, call):
+    """The rows are all there, and it is said once."""
+
+    def gone(*_):
+        raise ConnectionError("the service is gone")
+
+    monkeypatch.setattr(Run, call, gone)
+    metrics = Metrics(tmp_path, 0, WANDB)
+    for step in (1, 2, 3):
+        metrics.write("train", step, {"loss": 2.0})
+    metrics.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert capsys.readouterr().err.count("the tracker has failed (ConnectionError: the service is gone)") == 1
+
+
 def test_the_real_wandb_offline(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -102,7 +128,7 @@ def test_the_real_wandb_offline(tmp_path, monkeypatch):
         tracker = trackers.open_tracker("wandb", tmp_path, WANDB)
         tracker.write_scalars(step + 1, {"train/loss": 2.5})
         tracker.close()
-        ids.append(tracker.id)
+        ids.append(json.loads((tmp_path / "tracker.json").read_text())["wandb"])
     assert ids[0] == ids[1]
     folders = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
     assert folders and all(name.endswith(ids[0]) for name in folders)
