@@ -22,11 +22,17 @@ TINY = "lm:size=nano,vocab=608,steps=4,seq_len=32,batch=8,mixture=natural"
 NOWHERE = "/proc/no-folder-can-be-made-here"  # root cannot either, so that it holds in containers too
 
 
+def heard() -> None:
+    """Ctrl-C reaches a process that was started where it is ignored, as in the background of a script."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def python(program: str, **environment):
     """A fresh interpreter; `environment` over the test's own."""
     return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | environment, timeout=120, cwd="/"
-    )
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | environment, timeout=120, cwd="/",
+        preexec_fn=heard,
+    )  # fmt: skip
 
 
 def fails(capsys, *argv, status=1) -> str:
@@ -225,7 +231,8 @@ def test_ctrl_c_ends_soon_and_the_run_goes_on(corpus, tmp_path, moment):
     argv = [sys.executable, *told, "-m", "gammalm.cli.main", "train", "--config", TINY.replace("steps=4", "steps=200"), "--workdir", "run"]
     argv += [f"--config.data.path={corpus[0]}", "--config.train.checkpoint_every=100", "--config.train.log_every=1"]
     one_device = os.environ | {"XLA_FLAGS": ""}
-    started = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=one_device)
+    pipe = subprocess.PIPE
+    started = subprocess.Popen(argv, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=one_device, preexec_fn=heard)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while moment == "a row" and not (metrics.exists() and metrics.stat().st_size):
         assert started.poll() is None

@@ -20,7 +20,7 @@ from gammalm.quiet_tf import import_tensorflow
 # TensorBoard's writer starts threads, which a fork does not survive; nothing of it reaches the parameters.
 board = types.SimpleNamespace(write_scalars=lambda *_: None, close=lambda: None)
 writers = types.ModuleType("clu.metric_writers")
-writers.AsyncWriter, writers.SummaryWriter = lambda _: board, lambda _: None
+writers.AsyncWriter, writers.MultiWriter, writers.SummaryWriter = lambda _: board, lambda _: None, lambda _: None
 import clu
 sys.modules["clu.metric_writers"] = clu.metric_writers = writers
 from gammalm.training import loop, workdir
