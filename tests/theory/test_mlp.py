@@ -74,13 +74,13 @@ def test_a_narrow_relu_net():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [pytest.param(a, marks=[] if a in ("relu", "gelu_tanh") else pytest.mark.long) for a in ACTIVATIONS])
 def test_wide_nets(activation):
     widths = (256, 192, 256, 32)
     check(Mlp(widths, activation, critical_stds(widths, activation), (0.3, 0.2, 0.5)), 2000, errors=1)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_net_of_the_std_sweep():
     """784-64-32-32-10: single draws scatter by a factor."""
     check(Mlp(E1, "relu", (0.1,) * 4), 6000, errors=1)
