@@ -79,7 +79,7 @@ def draw(logits_BV, draws: Draws, drawn_B, kind: str):
 
 
 def first_of_largest(x_BV):
-    """Of each row, int32 [B], as `jnp.argmax` for numbers: in a loop of XLA:CPU that one is a scalar at a time, and eight times slower."""
+    """Of each row, int32 [B], as `jnp.argmax` for numbers: in a loop of XLA:CPU that one is a scalar at a time, and six times slower."""
     places_BV = jnp.broadcast_to(jnp.arange(x_BV.shape[-1], dtype=jnp.int32), x_BV.shape)
     return jnp.min(jnp.where(x_BV == jnp.max(x_BV, axis=-1, keepdims=True), places_BV, x_BV.shape[-1]), axis=-1)
 

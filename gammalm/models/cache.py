@@ -43,7 +43,7 @@ def prefill(decoder, tokens_BT, lengths_B, slots: int, eps):
     kept = []
     for name, depth in decoder.depths.items():
         x_BTD, stack = jax.lax.scan(lambda x_BTD, block: layer(x_BTD, block, None), x_BTD, getattr(decoder, name), unroll=decoder.unroll)
-        kept += [jax.tree.map(lambda a: a[i], stack) for i in range(depth)]  # noqa: B023
+        kept += _apart(stack, depth)
     room = slots - tokens_BT.shape[1]
     kept = jax.tree.map(lambda a_BGTX: _placed(jnp.pad(a_BGTX, [(0, 0), (0, 0), (0, room), (0, 0)])), kept)
     return decoder.final_norm(x_BTD, eps).astype(decoder.dtype), Cache(kept, lengths_B)
@@ -51,8 +51,12 @@ def prefill(decoder, tokens_BT, lengths_B, slots: int, eps):
 
 def layers_of(decoder) -> list:
     """The decoder's blocks one by one. To cut them out of their stacks takes copies: once for many calls of `extend` in a loop."""
-    stacks = [(getattr(decoder, name), depth) for name, depth in decoder.depths.items()]
-    return [jax.tree.map(lambda a: a[i], stack) for stack, depth in stacks for i in range(depth)]  # noqa: B023
+    return [block for name, depth in decoder.depths.items() for block in _apart(getattr(decoder, name), depth)]
+
+
+def _apart(stack, depth: int) -> list:
+    """The layers of a stack, one tree each."""
+    return [jax.tree.map(lambda a, i=i: a[i], stack) for i in range(depth)]
 
 
 def extend(decoder, layers, tokens_BT, counts_B, cache: Cache, eps):
