@@ -20,6 +20,8 @@ STEPS = 128  # at most; a matrix whose shorter side has no more is exact by then
 STEPS_BETWEEN_LOOKS = 8  # at the error
 RELATIVE_ERROR = 3e-5  # at which a matrix is done. At 1e-4 a lower value passed for the largest in 2 of 2,024 large random matrices
 EXHAUSTED = 1e-6  # what is left of a vector, below this share, is rounding
+SHIFTS, ROUNDS = 64, 4  # of the search for an eigenvalue: 64⁴ is beyond fp32's 2²⁴ steps of a bracket
+PIVOT_MIN = 1e-30  # in place of a pivot of zero
 
 _dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)  # no bf16 or TF32 products
 
@@ -122,10 +124,43 @@ def _unit(x, before=0.0):
 
 
 def _top_of_bidiagonal(alpha, beta):
-    """Largest singular value and its left vector of the matrix with diagonal `alpha` and beta[:-1] above it, both [K]."""
-    beside = beta[:-1] * alpha[1:]
-    values, vectors = jnp.linalg.eigh(jnp.diag(alpha**2 + beta**2) + jnp.diag(beside, 1) + jnp.diag(beside, -1))  # B Bᵀ
-    return jnp.sqrt(jnp.maximum(values[-1], 0.0)), vectors[:, -1]
+    """Largest singular value and its left vector of the matrix with diagonal `alpha` and beta[:-1] above it, both [K] and not negative.
+
+    The top of T = B Bᵀ, tridiagonal: T - x has a pivot above 0 just where x is below the largest eigenvalue, which is sought among SHIFTS
+    values at a time. The vector comes from the pivots of both directions, joined where they fit best (Dhillon and Parlett 2004,
+    doi:10.1016/j.laa.2003.12.028). LAPACK's eigh, which finds all of them, leaves BLAS threads spinning beside the products (docs/log.md).
+    """
+    d, e = alpha**2 + beta**2, jnp.concatenate([jnp.zeros(1), beta[:-1] * alpha[1:]])  # T[i, i], and T[i, i - 1]: zero at first
+
+    def narrow(_, bracket):
+        low, high = bracket
+        x = low + (high - low) * jnp.linspace(0, 1, SHIFTS + 1)[1:]
+        above = jnp.all(_pivots(d[:, None], e[:, None], x) <= 0, axis=0)  # the largest eigenvalue is at most x
+        first = jnp.argmax(above.at[-1].set(True))
+        return jnp.where(first == 0, low, x[first - 1]), x[first]
+
+    rows = d + e + jnp.roll(e, -1)  # Gershgorin: no eigenvalue above the largest of them
+    _, top = jax.lax.fori_loop(0, ROUNDS, narrow, (jnp.max(d), jnp.max(rows)))
+    down, up = _pivots(jnp.stack([d, d[::-1]], 1), jnp.stack([e, jnp.roll(e, -1)[::-1]], 1), jnp.stack([top, top])).T
+    up = up[::-1]
+    place = jnp.arange(len(d))
+    twist = jnp.argmin(jnp.abs(down + up - (d - top)))
+    after = jnp.where(place > twist, -e / up, 1.0)
+    before = jnp.where(place < twist, -jnp.roll(e, -1) / down, 1.0)
+    p, _ = _unit(jnp.cumprod(after) * jnp.cumprod(before[::-1])[::-1])
+    return jnp.sqrt(top), p
+
+
+def _pivots(d, e, x):
+    """Pivots q [K, S] of T - x for each of S shifts: q[i] = d[i] - x - e[i]²/q[i - 1]; d and e [K, 1 or S]."""
+
+    def pivot(q, row):
+        d, e = row
+        q = d - x - e**2 / q
+        q = jnp.where(jnp.abs(q) < PIVOT_MIN, -PIVOT_MIN, q)
+        return q, q
+
+    return jax.lax.scan(pivot, jnp.ones(x.shape), (d, e), unroll=16)[1]
 
 
 @jax.jit
