@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 
 from gammalm.cli.options import add_config, config_from
-from gammalm.cli.subject import split_step
+from gammalm.cli.subject import split_step, writing
 from gammalm.config import to_dict
 from gammalm.errors import ConfigError
+from gammalm.files import write_text_atomic
 
 EXAMPLES = """examples:
   gammalm inspect runs/tiny:300 --html tiny.html
@@ -37,8 +38,8 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--init-table", action="store_true", help="of a --config: fan-in, gamma, sigma and initializer of every parameter")
     parser.add_argument("--matrices", action="store_true", help="a line for every matrix")
     parser.add_argument(
-        "--ranks", default="auto", choices=("auto", "all", "some", "none"),
-        help="whose stable rank is computed; some: of five layers. Default: all up to 10^9 weights, then some",
+        "--ranks", choices=("auto", "all", "some", "none"),
+        help="whose stable rank is computed; some: of five layers. Default: auto, all up to 10^9 weights, then some",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures there too")
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None and (args.overrides or args.init_table):
         given = f"--config.{args.overrides[0][0]}" if args.overrides else "--init-table"
         raise ConfigError(f"{given} is of a --config, and {args.model} has its own.")
+    if args.config is not None and (args.matrices or args.ranks):
+        raise ConfigError(f"{'--matrices' if args.matrices else '--ranks'} is of a MODEL's weights, and a --config has none. Leave it out.")
     if args.html is not None and not args.html.parent.is_dir():  # before minutes of reading
         raise ConfigError(f"--html {args.html} cannot be written: {args.html.parent} is no folder. Name a file in a folder that exists.")
     lines = []
@@ -57,11 +60,14 @@ def run(args: argparse.Namespace) -> int:
         from gammalm.inspection import inspect_model
 
         path, step = (args.model, None) if Path(args.model).exists() else split_step(args.model)
-        found = inspect_model(path, step=step, ranks=args.ranks, quiet=False)
+        found = inspect_model(path, step=step, ranks=args.ranks or "auto", quiet=False)
     else:
         found, lines = _of_config(args)
     if args.html is not None:
-        _write_page(args.html, found)
+        from gammalm.inspection import page_of
+
+        with writing("--html", args.html):
+            write_text_atomic(args.html, page_of(found))
     if args.json:
         print(json.dumps(found))
         return 0
@@ -69,16 +75,6 @@ def run(args: argparse.Namespace) -> int:
 
     print("\n".join([*lines, text_of(found, each=args.matrices)]))
     return 0
-
-
-def _write_page(file: Path, found: dict) -> None:
-    from gammalm.files import write_text_atomic
-    from gammalm.inspection import page_of
-
-    try:
-        write_text_atomic(file, page_of(found))
-    except (IsADirectoryError, PermissionError) as error:
-        raise ConfigError(f"--html {file} cannot be written ({error.strerror}). Name a file that may be written.") from error
 
 
 def _of_config(args: argparse.Namespace) -> tuple[dict, list[str]]:

@@ -106,13 +106,16 @@ def test_a_run_that_has_logged_nothing_does_not_hide_the_others(tmp_path, cells)
     assert found["at_equal_tokens"] == [{"tokens": 10, "loss": [2.0, 2.0, None]}]
 
 
-def test_a_loss_that_is_no_number_is_left_out_of_the_curves(tmp_path, cells):
+def test_a_loss_that_is_no_number_is_left_out_of_the_curves_and_null_in_json(tmp_path, cells, capsys):
     config = from_json(cells[0] / "config.json")
     for name, loss in (("a", math.inf), ("b", math.nan)):
         bad = {"kind": "validation", "step": 2, "tokens": 20, "loss": loss, "bits_per_byte": loss, "domains": {}}
         run_folder(tmp_path / name, config, [*rows_of_training((10, 20)), bad])
     runs = read_runs([tmp_path / "a", tmp_path / "b"])
     assert "<svg" in write_page(runs, compare(runs))
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert [run["validation"]["loss"] for run in said["runs"]] == [None, None]
 
 
 @pytest.mark.parametrize(

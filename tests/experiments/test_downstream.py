@@ -97,14 +97,12 @@ def test_told_to_stop_in_the_middle_it_tests_that_step_again(corpus, programs, a
 
 @pytest.mark.full
 @pytest.mark.parity
-@pytest.mark.parametrize("mode", ["single", "map"])
-def test_cells_and_meshes(corpus, programs, asked, tmp_path, mode):  # noqa: F811
-    """Two cells of one program, of which one is tested; under "single" one run over a mesh of eight devices."""
+def test_cells_over_a_mesh(corpus, programs, asked, tmp_path):  # noqa: F811
+    """Two cells of one program over eight devices, of which one is tested. (One run over a mesh: two processes, below.)"""
     heads = {"model.n_kv_heads": 2}
     mesh = heads | {"mesh.fsdp": 2, "mesh.tensor": 2}
     cells = [config(corpus, **asked | mesh), config(corpus, **mesh, **{"model.norm_eps": 1e-2, "init.gamma": 0.5, "seed": 1})]
-    runs = [Run(c, tmp_path / str(i)) for i, c in enumerate(cells)][: 1 if mode == "single" else 2]
-    train(*runs, on=Programs(), mode=mode, cell_devices=len(runs))
+    train(*(Run(c, tmp_path / str(i)) for i, c in enumerate(cells)), on=Programs(), mode="map", cell_devices=2)
     train(Run(config(corpus, **asked | heads), tmp_path / "alone"), on=programs)
     for ours, alone in zip(rows_of(tmp_path / "0"), rows_of(tmp_path / "alone"), strict=True):
         for a, b in zip(ours["rows"], alone["rows"], strict=True):

@@ -285,8 +285,8 @@ def test_cells_of_one_program_are_measured_as_alone(corpus, programs, each_alone
     assert (tmp_path / "0" / "monitors" / "6.npz").exists() and not (tmp_path / "1" / "monitors").exists()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("mode", ["single", pytest.param("vmap", marks=pytest.mark.long)])
+@pytest.mark.long  # two processes are a mesh too
+@pytest.mark.parametrize("mode", ["single", "vmap"])
 def test_over_a_mesh(corpus, each_alone, tmp_path, mode):
     """Parameters cut up over fsdp and tensor, batches over data and fsdp; under vmap the cells over two groups of devices."""
     count = 2 if mode == "vmap" else 1

@@ -58,6 +58,7 @@ def saved_arrays(checkpointer):
     return json.loads((checkpointer.directory / "000000004" / "checksums.json").read_text())["body"]["facts"]["tree"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["map", "vmap"])
 def test_modes_give_the_same_losses(corpus, finished, tmp_path, mode):
     rows = run(small_grid(corpus), tmp_path, mode=mode)
@@ -96,6 +97,7 @@ def test_finished_grid_trains_nothing(corpus, finished, monkeypatch):
     assert run(small_grid(corpus), finished[0]) == finished[1]
 
 
+@pytest.mark.full
 def test_failing_cells_are_recorded_and_passed_over(corpus, tmp_path, monkeypatch, capsys):
     """A rate of 1e30 overflows; a cell whose data fails; the rest goes on and is reported."""
     grid = small_grid(corpus, lrs=(1e-2, 1e30))

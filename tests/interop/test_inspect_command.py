@@ -125,7 +125,8 @@ def test_a_config(capsys):
     (["{run}", "--config.seed=1"], "--config.seed is of a --config"), (["lm:size=tiny"], "is given as --config"),
     (["{run}:7"], "7"), (["{exported}", "--html", "{run}/no/page.html"], "--html"), (["{run}/config.jsonl"], "is not there"),
     (["{empty}"], "is no model that can be inspected"), (["{run}/versions.txt"], "neither a .safetensors file nor"),
-    (["{exported}:3"], "no run of ours"),
+    (["{exported}:3"], "no run of ours"), (["--config", "lm", "--ranks", "all"], "--ranks is of a MODEL's weights"),
+    (["--config", "lm", "--matrices"], "--matrices is of a MODEL's weights"), (["{exported}", "--html", "{run}"], "cannot be written"),
 ])  # fmt: skip
 def test_refusals(arguments, says, folder, tmp_path, capsys):
     (folder / "run" / "versions.txt").write_text("x")

@@ -90,7 +90,10 @@ def test_logits_equal_the_reference(built, name):
             np.testing.assert_allclose(ours[row], expected, atol=1e-5 * abs(expected).max())
 
 
-FULL_TIER = ("deepnorm", "deepnorm, moe", "fixup", "post-norm, two matrices without biases", "no norm")
+FULL_TIER = (
+    "compressed mla, elementwise, moe after a dense layer", "deepnorm", "deepnorm, moe", "fixup", "no norm",
+    "post-norm, two matrices without biases",
+)  # fmt: skip
 DIFFERENTIATED = [name for name in VARIANTS if name not in ("plain", "mha, wide heads, theta")]
 
 

@@ -54,6 +54,7 @@ def equal(ours, theirs):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+@pytest.mark.full
 def test_a_mixture_goes_on_bit_for_bit(config, programs, whole, tmp_path):
     """From step 2 of the whole run: parameters, selection bias and what was logged of the last steps."""
     again = tmp_path / "again"

@@ -35,6 +35,7 @@ def test_a_bad_range_is_refused_before_any_work(corpus, tmp_path, capsys):
     assert "--profile 5:9" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_the_trace_holds_the_steps(corpus, tmp_path, capsys):
     """Steps 4 to 6 of 7, a checkpoint among them: each once, by its number, with the phases of the loop beside them."""
     workdir = tmp_path / "run"

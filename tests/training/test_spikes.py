@@ -78,7 +78,7 @@ def test_off_adds_nothing_to_the_state_and_the_metrics():
     assert set(state) == {"step", "params", "buffers", "adam", "halted"} and "spike" not in metrics
 
 
-@pytest.mark.parametrize("ffn", ["dense", "moe"])
+@pytest.mark.parametrize("ffn", ["dense", pytest.param("moe", marks=pytest.mark.full)])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_spike_moves_nothing_but_the_count(ffn, micro_batches):
     """Parameters, moments, buffers stay; the step and what is remembered go on; the same batch under "off" would have moved them."""

@@ -185,6 +185,7 @@ def test_the_bias_moves_against_the_load_once_per_step():
         np.testing.assert_array_equal(step(sick, batch, scalars(c))[0]["buffers"]["layers"]["ffn"]["bias"], bias)
 
 
+@pytest.mark.full
 def test_the_bias_evens_the_load_out():
     """Repeated steps at learning rate 0 from a lopsided router: the largest load falls towards the mean. Without the bias it stays."""
     loads = {}

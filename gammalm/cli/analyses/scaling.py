@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import math
 from pathlib import Path
 
 from gammalm.cli.subject import add_output, deliver, table
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
             for rates, arms in at_rates(by_gamma[pair[0]], by_gamma[gamma]):
                 about = {"group": family, "standard_gamma": pair[0], "small_gamma": gamma, "rates": rates}
                 try:
-                    fits.append(about | _finite(dataclasses.asdict(fit_scaling(*arms))))
+                    fits.append(about | dataclasses.asdict(fit_scaling(*arms)))
                 except ConfigError as error:
                     refused.append(f"{family}, γ = {gamma:g}, {rates}: {error}")
     if not fits:
@@ -44,15 +43,6 @@ def run(args: argparse.Namespace) -> int:
     result = {"analysis": "scaling", "workdir": str(args.workdir), "size": COUNTS[args.size], "fits": fits, "left_out": refused}
     deliver(args, result, "\n\n".join([_text(fit) for fit in fits] + [f"N: {result['size']}", *refused]))
     return 0
-
-
-def _finite(value):
-    """`value` with None for numbers that JSON has no word for."""
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(fit: dict) -> str:

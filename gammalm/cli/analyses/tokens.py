@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from gammalm.cli.subject import add_data, add_output, batches_of, deliver, split_step, table
+from gammalm.cli.subject import add_data, add_output, batches_of, deliver, split_step, table, writing
 from gammalm.errors import ConfigError, DataError
 from gammalm.files import write_text_atomic
 
@@ -37,13 +37,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         gains, about, page = _compare(args, part)
     found = gains.summary()
-    try:
-        if args.state is not None:
+    if args.state is not None:
+        with writing("--state", args.state):
             gains.save(args.state)
-        if page is not None:
+    if page is not None:
+        with writing("--html", args.html):
             write_text_atomic(args.html, page)
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be written ({error.strerror}). Name a file in a folder that exists.") from error
     deliver(args, {"analysis": "tokens", **about, **dataclasses.asdict(found)}, _text(found))
     return 0
 
