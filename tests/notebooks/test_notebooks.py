@@ -207,6 +207,7 @@ def test_it_runs(book, tmp_path, corpus, monkeypatch):
     for name in ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):  # not those of whoever runs this
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv(SCALE, "test")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # compiling is what a few steps take
     # One device, as at home. XLA takes a blank for the name of a file.
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "").strip())
     work = tmp_path / "work"

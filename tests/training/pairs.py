@@ -38,7 +38,7 @@ class Pair:
     """`program` (Python source) twice with `arguments`; killed at the end of the block if they still run.
 
     They find each other by flags, or with `flags=False` by the environment. `hold_at`: per process, see GAMMALM. Further words go to the
-    environment of both.
+    environment of both. Programs are compiled with hardly any optimization: programs over several CPU devices are not kept compiled.
     """
 
     def __init__(self, folder: Path, program: str, *arguments, flags: bool = True, hold_at: tuple[int, int] | None = None, **env):
@@ -49,7 +49,7 @@ class Pair:
         address = f"127.0.0.1:{_free_port()}"
         for i in range(2):
             asked = {"coordinator": address, "processes": "2", "process-id": str(i)}
-            its = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"} | env
+            its = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"} | env
             its |= {"HOLD_AT": str(hold_at[i]), "HOLD": str(self._go)} if hold_at else {}
             command = [sys.executable, "-c", program, *map(str, arguments)]
             if flags:
