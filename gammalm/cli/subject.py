@@ -115,19 +115,19 @@ def describe_subject(args: argparse.Namespace, loaded) -> dict:
 
 def deliver(args: argparse.Namespace, found: dict, text: str) -> None:
     """Prints the result `found` as JSON or as `text`, and writes it where `--out` says. Raises ConfigError where that is no place."""
-    found = _finite(found)
+    found = finite(found)
     print(json.dumps(found) if args.json else text)
     if args.out is not None:
         with writing("--out", args.out):
             write_json_atomic(args.out, found)
 
 
-def _finite(value):
+def finite(value):
     """`value` with None for numbers that JSON has no word for."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from gammalm.cli.subject import add_output, deliver, table
+from gammalm.cli.subject import add_output, deliver, finite, table
 from gammalm.errors import ConfigError
 from gammalm.experiments.sizes import COUNTS, at_rates, losses_by_size
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
             for rates, arms in at_rates(by_gamma[pair[0]], by_gamma[gamma]):
                 about = {"group": family, "standard_gamma": pair[0], "small_gamma": gamma, "rates": rates}
                 try:
-                    fits.append(about | dataclasses.asdict(fit_scaling(*arms)))
+                    fits.append(about | finite(dataclasses.asdict(fit_scaling(*arms))))
                 except ConfigError as error:
                     refused.append(f"{family}, γ = {gamma:g}, {rates}: {error}")
     if not fits:
