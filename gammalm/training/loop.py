@@ -116,8 +116,8 @@ class _Group:
             self._account()
             return [self._outcome(i) for i in range(len(self.lanes))]
         finally:
-            for metrics in self.metrics:
-                metrics.close()
+            for lane, metrics in zip(self.lanes, self.metrics, strict=True):
+                metrics.close(failed=lane.error is not None)
 
     def _train(self) -> None:
         self.progress = Progress(self.title, self.steps, "steps", done=self.start, quiet=not processes.leads())

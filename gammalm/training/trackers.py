@@ -63,7 +63,7 @@ class Wandb:
     def __init__(self, workdir: Path, config: Mapping, known_as: str):
         import wandb
 
-        self._name, folder = str(workdir), workdir.absolute()
+        self._name, self.failed, folder = str(workdir), False, workdir.absolute()
         above = folder.parents[1] if folder.parent.name == "cells" else folder.parent  # of a grid's cell the grid
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or "gammalm", id=known_as, resume="allow", reinit="create_new", name=folder.name,
@@ -79,7 +79,7 @@ class Wandb:
         """wandb sends by itself."""
 
     def close(self) -> None:
-        self._tell(lambda run: run.finish())
+        self._tell(lambda run: run.finish(exit_code=int(self.failed)))
 
     def _tell(self, what: Callable[[Any], None]) -> None:
         if self._run is None:

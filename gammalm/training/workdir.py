@@ -124,7 +124,7 @@ class Metrics(Rows):
 
     def __init__(self, workdir: Path, step: int, config=None):
         super().__init__(workdir / "metrics.jsonl", step)
-        self._versions, self._board = workdir / "versions.json", None
+        self._versions, self._board, self._tracker = workdir / "versions.json", None, None
         if not processes.leads():
             return
         import_tensorflow()
@@ -132,6 +132,7 @@ class Metrics(Rows):
 
         writers = [metric_writers.SummaryWriter(str(workdir / "tensorboard"))]
         if config is not None and (tracker := open_tracker(config.train.tracker, workdir, config)):
+            self._tracker = tracker
             writers.append(tracker)
         # In a thread of its own: the first scalar makes TensorFlow import much of itself.
         self._board = metric_writers.AsyncWriter(metric_writers.MultiWriter(writers))
@@ -159,6 +160,9 @@ class Metrics(Rows):
         if self._board is not None:
             self._board.write_scalars(step, numbers)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        """`failed`: the run has ended before its last step, which the tracker shows."""
+        if self._tracker is not None:
+            self._tracker.failed = failed
         if self._board is not None:
             self._board.close()

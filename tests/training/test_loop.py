@@ -21,6 +21,7 @@ from gammalm.files import read_jsonl
 from gammalm.training.checkpoint import Checkpointer
 from gammalm.training.loop import Run, train
 from gammalm.training.program import Program, Programs
+from gammalm.training.workdir import Metrics
 
 TINY = "lm:size=tiny,vocab=608,seq_len=32,batch=8,lr=1e-2,packing=documents,mixture=natural"
 
@@ -143,7 +144,7 @@ def test_validation_is_the_token_weighted_mean_over_the_split(corpus, programs, 
     assert sum(d["tokens"] for d in row["domains"].values()) == tokens
 
 
-def test_non_finite_step_stops_and_names_the_layer(corpus, programs, tmp_path):
+def test_non_finite_step_stops_and_names_the_layer(corpus, programs, tmp_path, monkeypatch):
     """A weight that overflows in layer 1's feed-forward branch, written into the checkpoint of step 2."""
     c = config(corpus, steps=4)
     train([Run(config(corpus, steps=4), tmp_path)], programs)
@@ -157,7 +158,10 @@ def test_non_finite_step_stops_and_names_the_layer(corpus, programs, tmp_path):
     tokenizer = json.loads((corpus[0] / "manifest.json").read_text())["tokenizer"]["sha256"]
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(2, jax.tree.map(jax.numpy.asarray, state), {"seconds": 1.0, "error": None, "tokenizer": tokenizer})
+    closed, close = [], Metrics.close
+    monkeypatch.setattr(Metrics, "close", lambda self, failed=False: (closed.append(failed), close(self, failed)))
     (outcome,) = train([Run(c, tmp_path)], programs)
+    assert closed == [True]  # for a tracker
     assert "step 3: loss or gradient is not finite: layer 1's feed-forward branch" in outcome.error
     assert outcome.validation is None
     halted = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if row["kind"] == "halted"]

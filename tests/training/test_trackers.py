@@ -29,8 +29,8 @@ class Run:
     def define_metric(self, name, step_metric=None):
         self.axes.append((name, step_metric))
 
-    def finish(self):
-        self.ended = True
+    def finish(self, exit_code=None):
+        self.ended, self.status = True, exit_code
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_continues_the_same_one(made, tmp_path):
         metrics = Metrics(tmp_path, step, WANDB)
         metrics.write("train", step + 1, {"loss": 2.5 + step, "load_max": [1.0, 2.0], "note": "text"})
         metrics.show(step + 1, {"sink/rate": 0.5})
-        metrics.close()
+        metrics.close(failed=step == 4)
     first, second = made
     numbers = {"train/loss": 2.5, "train/load_max/0": 1.0, "train/load_max/1": 2.0}
     assert first.told == [{"step": 1, **numbers}, {"step": 1, "sink/rate": 0.5}]
@@ -62,6 +62,7 @@ def test_a_run_that_goes_on_continues_the_same_one(made, tmp_path):
     assert first.how["id"] == second.how["id"] == json.loads((tmp_path / "tracker.json").read_text())["wandb"]
     assert second.how["resume"] == "allow" and second.how["reinit"] == "create_new" and ("*", "step") in second.axes
     assert first.how["config"]["init"]["gamma"] == 1.0 and first.ended and second.ended
+    assert (first.status, second.status) == (0, 1)
 
 
 def test_only_the_first_process_tells(made, tmp_path, monkeypatch):
@@ -108,7 +109,7 @@ def test_a_tracker_that_does_not_start_is_a_plain_refusal(tmp_path, monkeypatch)
 def test_a_tracker_that_fails_later_does_not_end_the_run(made, tmp_path, capsys, monkeypatch, call):
     """The rows are all there, and it is said once."""
 
-    def gone(*_):
+    def gone(*_, **__):
         raise ConnectionError("the service is gone")
 
     monkeypatch.setattr(Run, call, gone)
