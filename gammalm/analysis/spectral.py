@@ -20,8 +20,8 @@ STEPS = 128  # at most; a matrix whose shorter side has no more is exact by then
 STEPS_BETWEEN_LOOKS = 8  # at the error
 RELATIVE_ERROR = 3e-5  # at which a matrix is done. At 1e-4 a lower value passed for the largest in 2 of 2,024 large random matrices
 EXHAUSTED = 1e-6  # what is left of a vector, below this share, is rounding
-SHIFTS, ROUNDS = 64, 4  # of the search for an eigenvalue: 64⁴ is beyond fp32's 2²⁴ steps of a bracket
-PIVOT_MIN = 1e-30  # in place of a pivot of zero
+SHIFTS, ROUNDS = 64, 4  # of the search for an eigenvalue: 64⁴ = 2²⁴, as many steps as fp32 has in a bracket
+PIVOT_MIN = 1e-30  # in place of a pivot of zero, which is none above it. Absolute, as no entry of a matrix is above 1 here
 
 _dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)  # no bf16 or TF32 products
 
@@ -130,24 +130,27 @@ def _top_of_bidiagonal(alpha, beta):
     values at a time. The vector comes from the pivots of both directions, joined where they fit best (Dhillon and Parlett 2004,
     doi:10.1016/j.laa.2003.12.028). LAPACK's eigh, which finds all of them, leaves BLAS threads spinning beside the products (docs/log.md).
     """
-    d, e = alpha**2 + beta**2, jnp.concatenate([jnp.zeros(1), beta[:-1] * alpha[1:]])  # T[i, i], and T[i, i - 1]: zero at first
+    d = alpha**2 + beta**2
+    before = jnp.concatenate([jnp.zeros(1), beta[:-1] * alpha[1:]])  # T[i, i - 1]
+    after = jnp.roll(before, -1)  # T[i, i + 1]
 
     def narrow(_, bracket):
         low, high = bracket
         x = low + (high - low) * jnp.linspace(0, 1, SHIFTS + 1)[1:]
-        above = jnp.all(_pivots(d[:, None], e[:, None], x) <= 0, axis=0)  # the largest eigenvalue is at most x
+        above = jnp.all(_pivots(d[:, None], before[:, None], x) <= 0, axis=0)  # the largest eigenvalue is at most x
         first = jnp.argmax(above.at[-1].set(True))
         return jnp.where(first == 0, low, x[first - 1]), x[first]
 
-    rows = d + e + jnp.roll(e, -1)  # Gershgorin: no eigenvalue above the largest of them
-    _, top = jax.lax.fori_loop(0, ROUNDS, narrow, (jnp.max(d), jnp.max(rows)))
-    down, up = _pivots(jnp.stack([d, d[::-1]], 1), jnp.stack([e, jnp.roll(e, -1)[::-1]], 1), jnp.stack([top, top])).T
+    # Gershgorin: no eigenvalue is above the largest of the sums; nor, with a margin for their rounding, any pivot at its end.
+    end = jnp.max(d + before + after) * (1 + 1e-6)
+    _, top = jax.lax.fori_loop(0, ROUNDS, narrow, (jnp.max(d), end))
+    down, up = _pivots(jnp.stack([d, d[::-1]], 1), jnp.stack([before, after[::-1]], 1), jnp.full(2, top)).T
     up = up[::-1]
     place = jnp.arange(len(d))
     twist = jnp.argmin(jnp.abs(down + up - (d - top)))
-    after = jnp.where(place > twist, -e / up, 1.0)
-    before = jnp.where(place < twist, -jnp.roll(e, -1) / down, 1.0)
-    p, _ = _unit(jnp.cumprod(after) * jnp.cumprod(before[::-1])[::-1])
+    behind = jnp.where(place > twist, -before / up, 1.0)
+    ahead = jnp.where(place < twist, -after / down, 1.0)
+    p, _ = _unit(jnp.cumprod(behind) * jnp.cumprod(ahead[::-1])[::-1])
     return jnp.sqrt(top), p
 
 

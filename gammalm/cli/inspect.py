@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from gammalm.cli.options import add_config, config_from
-from gammalm.cli.subject import split_step, writing
+from gammalm.cli.subject import finite, split_step, writing
 from gammalm.config import to_dict
 from gammalm.errors import ConfigError
 from gammalm.files import write_text_atomic
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         with writing("--html", args.html):
             write_text_atomic(args.html, page_of(found))
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(finite(found)))
         return 0
     from gammalm.inspection import text_of
 

@@ -161,7 +161,7 @@ class Metrics(Rows):
             self._board.write_scalars(step, numbers)
 
     def close(self, failed: bool = False) -> None:
-        """`failed`: the run has ended before its last step, which the tracker shows."""
+        """`failed`: the run has halted, which a tracker shows."""
         if self._tracker is not None:
             self._tracker.failed = failed
         if self._board is not None:

@@ -151,3 +151,26 @@ def test_fresh_matrices_have_the_closed_form(rows, columns):
         assert float(found) == pytest.approx(random_stable_rank(rows, columns), rel=0.03)
     share = random_stable_rank(rows, columns) / rows
     assert share == pytest.approx(0.25 if rows == columns else 0.385, abs=1e-3)
+
+
+BIDIAGONALS = {  # (diagonal, above it; the last of these is unused)
+    "one": ([2.0], [0.0]),
+    "zeros": ([0.0] * 5, [0.0] * 5),
+    "equal blocks apart": ([1.0, 1.0, 0.5, 1.0, 1.0], [0.5, 0.0, 0.0, 0.5, 0.0]),
+    "hardly coupled": ([1.0, 1.0], [1e-10, 0.0]),
+    "mixed": ([1e-6, 1e-5, 1, 1e-6, 1, 1e-6, 1e-6, 1], [1e-5, 1, 1e-6, 1, 1e-6, 1, 1e-5, 0]),
+    "eight decades": (np.logspace(0, -8, 40), np.append(np.logspace(-1, -9, 39), 0)),
+    "unfinished": (np.append(np.linspace(2, 1, 30), np.zeros(98)), np.append(np.linspace(1, 2, 29), np.zeros(99))),
+    "flat": (np.linspace(1, 1.1, 128), np.append(np.linspace(0.9, 1, 127), 0)),
+    **{f"drawn {seed}": np.random.default_rng(seed).choice([1, 1e-5, 1e-6], (2, 16)) for seed in range(8)},
+}
+
+
+@pytest.mark.parametrize("name", BIDIAGONALS)
+def test_the_top_of_a_bidiagonal_matrix(name):
+    alpha, beta = (np.float32(x) for x in BIDIAGONALS[name])
+    B = np.diag(alpha.astype(np.float64)) + np.diag(beta[:-1].astype(np.float64), 1)
+    value, p = (np.float64(x) for x in jax.jit(spectral._top_of_bidiagonal)(alpha, beta))
+    largest = np.linalg.svd(B, compute_uv=False)[0]
+    assert value == pytest.approx(largest, rel=1e-6) and np.linalg.norm(p) == pytest.approx(1, rel=1e-5)
+    assert np.linalg.norm(B @ B.T @ p - value**2 * p) <= 1e-6 * largest**2
