@@ -70,7 +70,7 @@ def test_modes_give_the_same_losses(corpus, finished, tmp_path, mode):
         assert ours.steps() == theirs.steps() == [2, 4] and saved_arrays(ours) == saved_arrays(theirs)
 
 
-@pytest.mark.parametrize("mode", ["single", "map"])
+@pytest.mark.parametrize("mode", ["single", pytest.param("map", marks=pytest.mark.full)])
 def test_stopped_and_run_again_gives_the_same_table(corpus, finished, tmp_path, monkeypatch, mode):
     """Stopped inside a cell after its checkpoint, as Ctrl-C does."""
     real, taken = Program.step, []

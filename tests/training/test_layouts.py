@@ -160,6 +160,7 @@ def test_every_layout_to_every_layout_and_faults_of_one_process(tmp_path):
     assert done == {(source, target) for source in LAYOUTS for target in LAYOUTS} and len(done) == 25
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("before", "after"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_a_run_goes_on_with_other_types(corpus, tmp_path, capsys, before, after):
     """Parameters and moments are fp32 whatever the products are computed in: the state is taken up bit for bit."""

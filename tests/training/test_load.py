@@ -170,6 +170,7 @@ def test_the_tokenizer_of_an_imported_model_is_held(config, programs, tmp_path):
         train([Run(config, tmp_path / "run")], programs)
 
 
+@pytest.mark.full
 def test_training_begins_from_saved_weights(config, programs, tmp_path):
     """The first step's loss is that of the saved weights, its bias moves from the saved one, and the run goes on as any other."""
     c = apply_overrides(config, [("train.steps", 2), ("model.moe.backend", "dense")])

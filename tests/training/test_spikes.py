@@ -183,6 +183,7 @@ def kill_at(monkeypatch, step):
     monkeypatch.setattr(Checkpointer, "save", save)
 
 
+@pytest.mark.full
 def test_skip_in_a_run_killed_and_resumed(corpus, programs, bad, tmp_path, monkeypatch):  # noqa: F811
     """The row names the step and the bound; killed before and after it, the run ends bit for bit as it would have, bound included."""
     bad.add(BAD)
