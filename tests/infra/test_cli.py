@@ -3,6 +3,7 @@
 import ast
 import errno
 import json
+import re
 import subprocess
 import sys
 import time
@@ -44,7 +45,8 @@ def test_help_answers_in_under_a_second(tmp_path):
         start = time.monotonic()
         done = subprocess.run([sys.executable, "-m", "gammalm.cli.main", "--help"], capture_output=True, text=True, cwd=tmp_path)
         seconds.append(time.monotonic() - start)
-    assert done.returncode == 0 and all(f"\n    {name} " in done.stdout for name in cli.COMMANDS)
+    assert done.returncode == 0
+    assert [name for name in cli.COMMANDS if not re.search(rf"\n    {name}\s", done.stdout)] == []
     assert min(seconds) < 1.0
 
 
